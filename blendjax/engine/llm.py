@@ -1,0 +1,261 @@
+"""The engine as one object: open a model on a mesh, give it rows, iterate over finished ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from blendjax.config import EngineConfig, HeadLayout, ModelConfig
+from blendjax.core import Completion, PromptRow, Request, RowError, Sampling
+from blendjax.engine import sizing
+from blendjax.engine.job import Job, fit_to_pool, make_job
+from blendjax.engine.loop import LoopStats, drive
+from blendjax.engine.mesh import default_mesh, make_mesh, reserve_cpu_devices
+from blendjax.engine.runner import CompiledSteps, Runner
+from blendjax.engine.text import TextTracker
+from blendjax.io.tokenizer import TextCodec
+from blendjax.model.find import find_model
+from blendjax.model.gguf import GGUFCheckpoint
+from blendjax.model.loader import CheckpointError, check, place
+from blendjax.model.step import PoolSizes
+from blendjax.sched.batcher import Batcher, BatcherConfig, Commit, Ended
+from blendjax.sched.plan import StepPlan
+from blendjax.sched.scan import POLICIES, PolicyInput
+from blendjax.sched.tree import build_tree
+
+Say = Callable[[str], None]
+Watch = Callable[[StepPlan, Commit], None]
+
+
+class LLM:
+    """A model on a mesh. Its weights load in the background until the first run needs them."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        config: EngineConfig | None = None,
+        *,
+        say: Say = lambda text: None,
+    ) -> None:
+        """`model`: a .gguf file, or None for the demo model. Raises `CheckpointError`, `MeshError`."""
+        config = config or EngineConfig()
+        if config.policy not in POLICIES:
+            raise ValueError(f"policy {config.policy!r} is unknown; known: {', '.join(POLICIES)}")
+        self._say = say
+        reserve_cpu_devices(config.mesh)
+        began = time.perf_counter()
+        self._checkpoint = GGUFCheckpoint(find_model(model))
+        self.model: ModelConfig = self._checkpoint.config
+        check(self._checkpoint, self.model)
+        self.codec = TextCodec.from_gguf(self._checkpoint.metadata)
+        if self.codec.vocab_size != self.model.vocab:
+            raise CheckpointError(
+                f"{self.model.vocab} rows of embeddings for {self.codec.vocab_size} tokens"
+            )
+        self.mesh_spec = config.mesh or default_mesh(2 * self.model.params)
+        self.devices = make_mesh(self.mesh_spec)
+        platform = self.devices.mesh.devices.flat[0].platform
+        self.dtype: Any = jnp.dtype(config.dtype or ("float32" if platform == "cpu" else "bfloat16"))
+        self.config = dataclasses.replace(config, mesh=self.mesh_spec)
+        self.layout = HeadLayout.of(self.model, self.mesh_spec.model)
+        self.load_s = time.perf_counter() - began
+        self._loading: Future[Any] = ThreadPoolExecutor(1).submit(self._load)
+        self._steps: dict[Any, CompiledSteps] = {}
+
+    @property
+    def sampling_defaults(self) -> Sampling:
+        """What the model's files say for rows that name nothing."""
+        return Sampling(**self._checkpoint.sampling)
+
+    @property
+    def max_model_len(self) -> int:
+        return min(self.config.max_model_len or self.model.max_len, self.model.max_len)
+
+    def _load(self) -> Any:
+        began = time.perf_counter()
+        mesh = self.devices.mesh
+        params = place(self._checkpoint, self.model, self.layout, mesh, dtype=self.dtype)
+        self.load_s += time.perf_counter() - began
+        return params
+
+    def params(self) -> Any:
+        """The weights on the mesh; waits for them."""
+        return self._loading.result()
+
+    def steps(self, sizes: PoolSizes) -> CompiledSteps:
+        """Compiled steps for a pool of these sizes, kept for later runs."""
+        if sizes not in self._steps:
+            self._steps[sizes] = CompiledSteps(
+                self.model,
+                self.layout,
+                self.devices.mesh,
+                sizes=sizes,
+                dtype=self.dtype,
+                margins=self.config.record_margins,
+            )
+        return self._steps[sizes]
+
+    def start(self, rows: Sequence[PromptRow | RowError]) -> Run:
+        """Encode, plan and compile what `rows` need; the returned run yields their answers."""
+        return Run(self, rows, self._say)
+
+    def generate(
+        self, prompts: Sequence[str | PromptRow], sampling: Sampling | None = None
+    ) -> list[Completion | RowError]:
+        """Answers in the order of `prompts`; a row that can't run is a `RowError` in its place."""
+        run = self.start([_row(i, p, sampling or Sampling()) for i, p in enumerate(prompts)])
+        answers = {answer_index(answer): answer for answer in run}
+        return [answers[i] for i in range(len(prompts))]
+
+
+def answer_index(answer: Completion | RowError) -> int:
+    """The input row of an answer."""
+    return answer.index if isinstance(answer, RowError) else answer.request.index
+
+
+def _row(index: int, prompt: str | PromptRow, sampling: Sampling) -> PromptRow:
+    if isinstance(prompt, PromptRow):
+        return dataclasses.replace(prompt, index=index)
+    return PromptRow(
+        index=index,
+        line=index + 1,
+        custom_id=f"row-{index + 1}",
+        kind="completion",
+        sampling=sampling,
+        prompt=prompt,
+    )
+
+
+class Run:
+    """One file's run. Iterate once: error rows first, then rows as they end."""
+
+    def __init__(self, llm: LLM, rows: Sequence[PromptRow | RowError], say: Say) -> None:
+        self.llm, config = llm, llm.config
+        began = time.perf_counter()
+        job = make_job(rows, llm.codec, config, max_model_len=llm.max_model_len)
+        self.num_pages = self._count_pages(job)
+        self.job = fit_to_pool(job, capacity_tokens=(self.num_pages - 1) * config.page_size)
+        self.tree = build_tree([r.prompt_T for r in self.job.requests])
+        self._text = TextTracker(llm.codec)
+        self.stats = LoopStats()
+        self.plan_s = time.perf_counter() - began
+        self.compile_s = self.run_s = 0.0
+        self.compiles = 0
+        self._runner: Runner | None = None
+        self.ended: list[tuple[int, int, int, int]] = []  # prompt, output, cached, recomputed
+        if self.job.requests:
+            self._prepare(say)
+
+    def _count_pages(self, job: Job) -> int:
+        """Pages of a rank: what was asked for, else what the file can use and memory holds."""
+        llm, config = self.llm, self.llm.config
+        if config.num_pages is not None:
+            return config.num_pages
+        lengths = np.array([len(r.prompt_T) + r.max_new - 1 for r in job.requests], np.int64)
+        wanted = sizing.wanted_pages(lengths, config.page_size)
+        size = sizing.page_bytes(llm.model, llm.layout, config.page_size, llm.dtype.itemsize)
+        mesh = llm.devices.mesh
+        fits = sizing.fit_pages(
+            mesh.devices.flat[0],
+            mesh.size,
+            bytes_per_page=size,
+            taken=sizing.step_bytes(llm.model, llm.layout, config, llm.dtype.itemsize),
+        )
+        return max(2, min(wanted, fits))
+
+    def _prepare(self, say: Say) -> None:
+        config, requests = self.llm.config, self.job.requests
+        began = time.perf_counter()
+        longest = max(len(r.prompt_T) + r.max_new - 1 for r in requests)
+        slots = sizing.num_slots(config, len(requests))
+        ladder = sizing.make_ladder(
+            config,
+            rows=len(requests),
+            pages_per_seq=-(-longest // config.page_size),
+            bans=max((len(r.stop_ids) for r in requests if r.sampling.min_tokens), default=0),
+            granule=16 if self.llm.devices.mesh.devices.flat[0].platform == "cpu" else 128,
+        )
+        self.batcher = self._make_batcher(ladder, slots)
+        self.plan_s += time.perf_counter() - began
+        sizes = PoolSizes(
+            pages=self.num_pages, page_size=config.page_size, slots=slots, dtype=self.llm.dtype
+        )
+        began = time.perf_counter()
+        self._steps = self.llm.steps(sizes)
+        self.compiles = self._steps.compile(ladder)
+        self.compile_s = time.perf_counter() - began
+        say(f"compiled {self.compiles} step shapes in {self.compile_s:.1f} s")
+
+    def _make_batcher(self, ladder: Any, slots: int) -> Batcher:
+        config, requests = self.llm.config, self.job.requests
+        ranks = self.llm.mesh_spec.data
+        lens = np.array([len(r.prompt_T) for r in requests], np.int64)
+        policy = POLICIES[config.policy](PolicyInput(self.tree, lens, ranks))
+        return Batcher(
+            requests,
+            self.tree,
+            policy,
+            BatcherConfig(
+                ranks=ranks,
+                slots=slots,
+                page_size=config.page_size,
+                num_pages=self.num_pages,
+                ladder=ladder,
+                prefix_sharing=config.prefix_sharing,
+            ),
+            stop_check=self._text.stopped,
+        )
+
+    def warm(self) -> Runner | None:
+        """Weights and KV pool on the devices: nothing compiles behind this point."""
+        if self._runner is None and self.job.requests:
+            self._runner = Runner(self._steps, self.llm.params())
+        return self._runner
+
+    def __iter__(self) -> Iterator[Completion | RowError]:
+        yield from self.answers()
+
+    def answers(self, watch: Watch = lambda plan, commit: None) -> Iterator[Completion | RowError]:
+        """Every row's answer once; `watch` sees each step after its tokens are in."""
+        yield from self.job.errors
+        runner = self.warm()
+        if runner is None:
+            return
+        began = time.perf_counter()
+        for ended in drive(self.batcher, runner, self.stats, observe=watch):
+            for end in ended:
+                yield self._answer(end)
+            self.run_s = time.perf_counter() - began
+        self.batcher.check()
+
+    @property
+    def preemptions(self) -> int:
+        return self.batcher.preemptions if self.job.requests else 0
+
+    def _answer(self, end: Ended) -> Completion | RowError:
+        seq = end.seq
+        request = seq.request
+        self.ended.append(
+            (len(request.prompt_T), len(seq.generated), seq.cached, seq.recomputed)
+        )
+        if end.reason is None:
+            return _not_finite(request)
+        return self._text.complete(seq, end.reason)
+
+
+def _not_finite(request: Request) -> RowError:
+    return RowError(
+        index=request.index,
+        line=request.line,
+        custom_id=request.custom_id,
+        code="non_finite_logits",
+        message=f"line {request.line}: the model's scores were not finite for this row; "
+        "try --dtype float32",
+    )

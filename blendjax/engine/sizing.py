@@ -1,0 +1,72 @@
+"""How big things are made: the ladder of step shapes, and the one place where pages are counted."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+
+from blendjax.config import EngineConfig, HeadLayout, ModelConfig
+from blendjax.packing import Bucket
+
+_CPU_POOL_BYTES = 4 << 30  # host memory that KV may take on all virtual devices together
+_DEVICE_SHARE = 0.9  # of an accelerator's memory, before weights and the largest step are taken off
+
+
+def make_ladder(
+    config: EngineConfig, *, rows: int, pages_per_seq: int, bans: int, granule: int
+) -> tuple[Bucket, ...]:
+    """The step shapes a file may need, small to large: decode steps of rising width, then the full
+    mixed step. `granule` is the multiple that token counts keep to."""
+    up = lambda n: -(-n // granule) * granule
+    widest = up(min(config.max_seqs, config.step_tokens, max(rows, 1)))
+    widths, width = [], granule
+    while 1.5 * width < widest:  # a shape that saves less than a third is not worth its compile
+        widths.append(width)
+        width *= 4
+    widths.append(widest)
+    shapes = [(w, w) for w in widths]
+    if up(config.step_tokens) > widest:
+        shapes.append((up(config.step_tokens), widest))
+    return tuple(Bucket(n, b, pages_per_seq, bans) for n, b in shapes)
+
+
+def num_slots(config: EngineConfig, rows: int) -> int:
+    """Sequences that may run at once on a rank: each decodes one token of every step."""
+    return max(1, min(config.max_seqs, config.step_tokens, rows))
+
+
+def page_bytes(model: ModelConfig, layout: HeadLayout, page_size: int, dtype_bytes: int) -> int:
+    """K and V of one page in all layers, on one device."""
+    token = 2 * model.num_layers * layout.kv_heads * model.head_dim * dtype_bytes
+    return token * page_size
+
+
+def fit_pages(device: jax.Device, devices: int, *, bytes_per_page: int, taken: int) -> int:
+    """Pages that fit on a device next to `taken` bytes (weights on it, and the largest step)."""
+    if device.platform == "cpu":
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        room = min(_CPU_POOL_BYTES, available // 4) // devices
+    else:
+        stats = device.memory_stats() or {}
+        room = int(stats.get("bytes_limit", 0) * _DEVICE_SHARE) - taken
+    return max(0, room // bytes_per_page)
+
+
+def wanted_pages(lengths: np.ndarray, page_size: int) -> int:
+    """Pages that hold every row of the file at once, and the scratch page: more are never used."""
+    return int((-(-lengths // page_size)).sum()) + 1
+
+
+def step_bytes(
+    model: ModelConfig, layout: HeadLayout, config: EngineConfig, dtype_bytes: int
+) -> int:
+    """Device memory next to the pool: the weights, and the widest step with its sampler."""
+    heads = model.hidden * model.head_dim * 2 * (layout.heads + layout.kv_heads)
+    layer = heads + 3 * model.hidden * layout.ffn + 2 * model.hidden
+    tables = layout.vocab * model.hidden * (1 if model.tied else 2)
+    weights = (model.num_layers * layer + tables) * dtype_bytes
+    rows = config.step_tokens * (8 * model.hidden + 4 * layout.ffn) * 4
+    logits = config.max_seqs * layout.vocab * 4 * 6  # scores, keys, masses, noise, two masks
+    return weights + rows + logits
