@@ -26,7 +26,9 @@ OK, FAILED, USAGE, SOME_ROWS, INTERRUPTED = range(5)  # exit statuses
 def _define() -> None:
     own = {"flag_values": FLAGS}
     flags.DEFINE_string("input", None, "prompts, one JSON object a line (required)", **own)
-    flags.DEFINE_string("output", None, "answers; default: the input's name + .outputs.jsonl", **own)
+    flags.DEFINE_string(
+        "output", None, "answers; default: the input's name + .outputs.jsonl", **own
+    )
     flags.DEFINE_string("model", None, "a .gguf file; default: the demo model", **own)
     flags.DEFINE_string("mesh", None, "data x model: DP ranks x TP shards", **own)
     flags.DEFINE_enum("policy", "dfs", ["dfs", "fcfs"], "order in which rows are admitted", **own)

@@ -1,4 +1,4 @@
-"""Frozen settings, validated once: the model's shape, the mesh, how heads lie on it, the engine's knobs."""
+"""Frozen settings, validated once: model shape, mesh, heads on the mesh, engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KernelImpl = Literal["reference"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a Llama-architecture decoder. `rope_factors` divide the inverse frequencies (llama3)."""
+    """Shape of a Llama decoder. `rope_factors` divide the inverse frequencies (llama3)."""
 
     name: str
     num_layers: int

@@ -1,4 +1,4 @@
-"""Host records that pass between the stages of a run. Numpy only; every record is complete when made.
+"""Host records that pass between the stages of a run: numpy only, each complete when made.
 
     PromptRow -> Request -> (plan, step) -> Completion          a row that can't run: RowError
 """

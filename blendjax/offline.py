@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import jax
-
 from blendjax.config import EngineConfig
 from blendjax.core import Completion, PromptRow, RowError, Sampling
+from blendjax.engine.compile_cache import CompileCounter, use_compile_cache
 from blendjax.engine.llm import LLM, Run
 from blendjax.io import report as report_parts
 from blendjax.io.progress import Progress
@@ -274,36 +272,3 @@ def _say(defaults: Sampling) -> str:
         f"max_tokens {most}, temperature {defaults.temperature}, top_p {defaults.top_p}, "
         f"top_k {defaults.top_k}, min_p {defaults.min_p}"
     )
-
-
-class CompileCounter:
-    """Counts XLA compiles of this process: after warm-up there must be none."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._seen)
-
-    def _seen(self, event: str, duration: float, **_: Any) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-    def reset(self) -> None:
-        self.count = 0
-
-
-def use_compile_cache(directory: str | None) -> str | None:
-    """Keep compiled steps on disk; an unusable directory costs a note, not the run."""
-    if directory == "":
-        return None
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(directory) if directory else Path(base) / "blendjax" / "xla"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".write-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        return f"compile cache {path} is unusable ({error.strerror}): steps compile anew"
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return None

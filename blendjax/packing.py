@@ -18,7 +18,7 @@ NO_TOKEN = 2**31 - 1  # what a row draws whose logits are not finite
 
 
 class Bucket(NamedTuple):
-    """Static sizes of a compiled step: token rows, sequences, pages a sequence, banned ids a row."""
+    """Static sizes of a step: token rows, sequences, pages a sequence, banned ids a row."""
 
     tokens: int
     seqs: int

@@ -25,9 +25,10 @@ from blendjax.model.find import find_model
 from blendjax.model.gguf import GGUFCheckpoint
 from blendjax.model.loader import CheckpointError, check, place
 from blendjax.model.step import PoolSizes
+from blendjax.packing import Bucket
 from blendjax.sched.batcher import Batcher, BatcherConfig, Commit, Ended
 from blendjax.sched.plan import StepPlan
-from blendjax.sched.scan import POLICIES, PolicyInput
+from blendjax.sched.scan import POLICIES, Policy, PolicyInput
 from blendjax.sched.tree import build_tree
 
 Say = Callable[[str], None]
@@ -44,7 +45,7 @@ class LLM:
         *,
         say: Say = lambda text: None,
     ) -> None:
-        """`model`: a .gguf file, or None for the demo model. Raises `CheckpointError`, `MeshError`."""
+        """`model`: a .gguf file, or None for the demo. Raises `CheckpointError`, `MeshError`."""
         config = config or EngineConfig()
         if config.policy not in POLICIES:
             raise ValueError(f"policy {config.policy!r} is unknown; known: {', '.join(POLICIES)}")
@@ -62,7 +63,9 @@ class LLM:
         self.mesh_spec = config.mesh or default_mesh(2 * self.model.params)
         self.devices = make_mesh(self.mesh_spec)
         platform = self.devices.mesh.devices.flat[0].platform
-        self.dtype: Any = jnp.dtype(config.dtype or ("float32" if platform == "cpu" else "bfloat16"))
+        self.dtype: Any = jnp.dtype(
+            config.dtype or ("float32" if platform == "cpu" else "bfloat16")
+        )
         self.config = dataclasses.replace(config, mesh=self.mesh_spec)
         self.layout = HeadLayout.of(self.model, self.mesh_spec.model)
         self.load_s = time.perf_counter() - began
@@ -171,39 +174,40 @@ class Run:
         return max(2, min(wanted, fits))
 
     def _prepare(self, say: Say) -> None:
-        config, requests = self.llm.config, self.job.requests
+        config, requests, mesh = self.llm.config, self.job.requests, self.llm.devices.mesh
         began = time.perf_counter()
+        lens = np.array([len(r.prompt_T) for r in requests], np.int64)
+        policy = POLICIES[config.policy](PolicyInput(self.tree, lens, self.llm.mesh_spec.data))
+        homes = np.bincount([policy.home(row) for row in range(len(requests))])
+        slots = sizing.num_slots(config, int(homes.max()))
         longest = max(len(r.prompt_T) + r.max_new - 1 for r in requests)
-        slots = sizing.num_slots(config, len(requests))
         ladder = sizing.make_ladder(
-            config,
-            rows=len(requests),
+            slots=slots,
+            step_tokens=config.step_tokens,
             pages_per_seq=-(-longest // config.page_size),
             bans=max((len(r.stop_ids) for r in requests if r.sampling.min_tokens), default=0),
-            granule=16 if self.llm.devices.mesh.devices.flat[0].platform == "cpu" else 128,
+            granule=16 if mesh.devices.flat[0].platform == "cpu" else 128,
         )
-        self.batcher = self._make_batcher(ladder, slots)
+        self.batcher = self._make_batcher(policy, ladder, slots)
         self.plan_s += time.perf_counter() - began
-        sizes = PoolSizes(
-            pages=self.num_pages, page_size=config.page_size, slots=slots, dtype=self.llm.dtype
-        )
         began = time.perf_counter()
-        self._steps = self.llm.steps(sizes)
+        self._steps = self.llm.steps(
+            PoolSizes(
+                pages=self.num_pages, page_size=config.page_size, slots=slots, dtype=self.llm.dtype
+            )
+        )
         self.compiles = self._steps.compile(ladder)
         self.compile_s = time.perf_counter() - began
         say(f"compiled {self.compiles} step shapes in {self.compile_s:.1f} s")
 
-    def _make_batcher(self, ladder: Any, slots: int) -> Batcher:
-        config, requests = self.llm.config, self.job.requests
-        ranks = self.llm.mesh_spec.data
-        lens = np.array([len(r.prompt_T) for r in requests], np.int64)
-        policy = POLICIES[config.policy](PolicyInput(self.tree, lens, ranks))
+    def _make_batcher(self, policy: Policy, ladder: tuple[Bucket, ...], slots: int) -> Batcher:
+        config = self.llm.config
         return Batcher(
-            requests,
+            self.job.requests,
             self.tree,
             policy,
             BatcherConfig(
-                ranks=ranks,
+                ranks=self.llm.mesh_spec.data,
                 slots=slots,
                 page_size=config.page_size,
                 num_pages=self.num_pages,
@@ -212,6 +216,10 @@ class Run:
             ),
             stop_check=self._text.stopped,
         )
+
+    @property
+    def preemptions(self) -> int:
+        return self.batcher.preemptions if self.job.requests else 0
 
     def warm(self) -> Runner | None:
         """Weights and KV pool on the devices: nothing compiles behind this point."""
@@ -235,16 +243,10 @@ class Run:
             self.run_s = time.perf_counter() - began
         self.batcher.check()
 
-    @property
-    def preemptions(self) -> int:
-        return self.batcher.preemptions if self.job.requests else 0
-
     def _answer(self, end: Ended) -> Completion | RowError:
         seq = end.seq
         request = seq.request
-        self.ended.append(
-            (len(request.prompt_T), len(seq.generated), seq.cached, seq.recomputed)
-        )
+        self.ended.append((len(request.prompt_T), len(seq.generated), seq.cached, seq.recomputed))
         if end.reason is None:
             return _not_finite(request)
         return self._text.complete(seq, end.reason)

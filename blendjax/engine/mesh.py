@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,18 +22,19 @@ class DeviceMesh(NamedTuple):
 
 
 def reserve_cpu_devices(spec: MeshSpec | None) -> None:
-    """Ask for enough virtual CPU devices. Must run before anything asks JAX for devices: that starts
-    the backends, and their number is fixed from then on."""
+    """Ask for enough virtual CPU devices. Must run before anything asks JAX for devices: that
+    starts the backends, and their number is fixed from then on."""
     if spec is None:
         return
     try:
-        jax.config.update("jax_num_cpu_devices", max(spec.size, jax.config.jax_num_cpu_devices))
+        have = jax.config.values["jax_num_cpu_devices"]
+        jax.config.update("jax_num_cpu_devices", max(spec.size, have))
     except RuntimeError:
         pass  # started already: make_mesh says so if they are too few
 
 
 def default_mesh(weight_bytes: int) -> MeshSpec:
-    """All accelerators, on as few model shards as leave 30% of their memory for KV; 1x1 on a CPU."""
+    """All accelerators, on the fewest model shards that leave 30% of memory for KV; CPU: 1x1."""
     devices = jax.devices()
     if devices[0].platform == "cpu":
         return MeshSpec(1, 1)
@@ -63,6 +65,6 @@ def make_mesh(spec: MeshSpec) -> DeviceMesh:
     return DeviceMesh(_grid(virtual, spec), note)
 
 
-def _grid(devices: list[jax.Device], spec: MeshSpec) -> Mesh:
+def _grid(devices: Sequence[Any], spec: MeshSpec) -> Mesh:
     grid = np.array(devices[: spec.size]).reshape(spec.data, spec.model)
     return Mesh(grid, ("data", "model"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-import jax
 import numpy as np
 
 from blendjax.config import EngineConfig, HeadLayout, ModelConfig
@@ -15,25 +15,26 @@ _DEVICE_SHARE = 0.9  # of an accelerator's memory, before weights and the larges
 
 
 def make_ladder(
-    config: EngineConfig, *, rows: int, pages_per_seq: int, bans: int, granule: int
+    *, slots: int, step_tokens: int, pages_per_seq: int, bans: int, granule: int
 ) -> tuple[Bucket, ...]:
     """The step shapes a file may need, small to large: decode steps of rising width, then the full
     mixed step. `granule` is the multiple that token counts keep to."""
     up = lambda n: -(-n // granule) * granule
-    widest = up(min(config.max_seqs, config.step_tokens, max(rows, 1)))
+    widest = up(slots)
     widths, width = [], granule
     while 1.5 * width < widest:  # a shape that saves less than a third is not worth its compile
         widths.append(width)
         width *= 4
     widths.append(widest)
     shapes = [(w, w) for w in widths]
-    if up(config.step_tokens) > widest:
-        shapes.append((up(config.step_tokens), widest))
+    if up(step_tokens) > widest:
+        shapes.append((up(step_tokens), widest))
     return tuple(Bucket(n, b, pages_per_seq, bans) for n, b in shapes)
 
 
 def num_slots(config: EngineConfig, rows: int) -> int:
-    """Sequences that may run at once on a rank: each decodes one token of every step."""
+    """Sequences that may run at once on a rank, of the `rows` planned for it: each decodes one
+    token of every step."""
     return max(1, min(config.max_seqs, config.step_tokens, rows))
 
 
@@ -43,7 +44,7 @@ def page_bytes(model: ModelConfig, layout: HeadLayout, page_size: int, dtype_byt
     return token * page_size
 
 
-def fit_pages(device: jax.Device, devices: int, *, bytes_per_page: int, taken: int) -> int:
+def fit_pages(device: Any, devices: int, *, bytes_per_page: int, taken: int) -> int:
     """Pages that fit on a device next to `taken` bytes (weights on it, and the largest step)."""
     if device.platform == "cpu":
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -42,7 +41,7 @@ class Softmax(NamedTuple):
         return cls(zero + _MASKED, zero, jnp.zeros(shape, jnp.float32))
 
     def weigh(self, score: Array, valid: Array) -> tuple[Softmax, Array]:
-        """Rescale to the new maximum; gives the state without the block's values and its weights."""
+        """Rescale to the new maximum: the state without the block's values, and its weights."""
         top = jnp.maximum(self.top, jnp.where(valid, score, _MASKED).max(-1))
         weight = jnp.where(valid, jnp.exp(score - top[..., None]), 0.0)
         keep = jnp.exp(self.top - top)
@@ -55,7 +54,7 @@ class Softmax(NamedTuple):
 
 
 def write_kv(pool: KVPool, k_NKE: Array, v_NKE: Array, slot_N: Array) -> KVPool:
-    """Put row n's K and V at flat slot `slot_N[n] = page * S + offset`. Rows may repeat only on scratch."""
+    """Put row n's K and V at slot `slot_N[n] = page * S + offset`. Only scratch may repeat."""
     page_N, offset_N = slot_N // pool.page_size, slot_N % pool.page_size
     put = lambda pool_MKSE, new_NKE: pool_MKSE.at[page_N, :, offset_N].set(
         new_NKE.astype(pool_MKSE.dtype), mode="drop"
@@ -176,9 +175,7 @@ def prefill_attention(
             valid_QT = (at_T <= (pos + row_Q)[:, None]) & (row_Q < rows)[:, None]
             k_KTE = _load_block(pool.k_MKSE, block_P)
             v_KTE = _load_block(pool.v_MKSE, block_P, at_T < pos + rows)
-            score = jnp.einsum(
-                "kgqe,kte->kgqt", q_KGQE, k_KTE, preferred_element_type=jnp.float32
-            )
+            score = jnp.einsum("kgqe,kte->kgqt", q_KGQE, k_KTE, preferred_element_type=jnp.float32)
             soft, weight = soft.weigh(score, valid_QT[None, None])
             seen = jnp.einsum(
                 "kgqt,kte->kgqe",

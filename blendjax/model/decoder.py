@@ -65,9 +65,7 @@ def _project(
 ) -> tuple[Array, Array, Array]:
     """Queries and keys rotated, values, as `[N, heads, E]`."""
     all_NHE = layers.dense(h_ND, qkv).reshape(len(h_ND), -1, model.head_dim)
-    q_NHE, k_NKE, v_NKE = jnp.split(
-        all_NHE, [layout.heads, layout.heads + layout.kv_heads], axis=1
-    )
+    q_NHE, k_NKE, v_NKE = jnp.split(all_NHE, [layout.heads, layout.heads + layout.kv_heads], axis=1)
     return layers.rope(q_NHE, *turn), layers.rope(k_NKE, *turn), v_NKE
 
 

@@ -152,5 +152,5 @@ def _check_rope(metadata: Mapping[str, Any], head_dim: int) -> None:
     scaling = metadata.get("llama.rope.scaling.type", "none")
     if scaling != "none":
         raise CheckpointError(
-            f"RoPE scaling {scaling!r} is not supported; supported: none, llama3 (rope_freqs tensor)"
+            f"RoPE scaling {scaling!r} is not supported; supported: none and llama3"
         )

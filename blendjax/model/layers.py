@@ -25,7 +25,7 @@ def rms_norm(x_ND: Array, weight_D: Array, *, eps: float) -> Array:
 
 
 def rope_angles(pos_N: Array, inv_freq_J: Array) -> tuple[Array, Array]:
-    """cos and sin of position times frequency, float32 [N, 1, J]: once a step, used by all layers."""
+    """cos and sin of position times frequency, float32 [N, 1, J]: once a step for all layers."""
     angle_N1J = pos_N[:, None, None].astype(jnp.float32) * inv_freq_J[None, None, :]
     return jnp.cos(angle_N1J), jnp.sin(angle_N1J)
 

@@ -1,8 +1,9 @@
 """Checkpoint -> stacked parameters on the mesh.
 
-One table names every tensor of the architecture; a checkpoint format only has to answer `read(name)`
-with a float32 array in the table's orientation. `check` compares names and shapes with the table
-before anything is allocated: a missing tensor, an unused one or a wrong shape stops the load.
+One table names every tensor of the architecture; a checkpoint format only has to answer
+`read(name)` with a float32 array in the table's orientation. `check` compares names and shapes
+with the table before anything is allocated: a missing tensor, an unused one or a wrong shape stops
+the load.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def check(checkpoint: Checkpoint, model: ModelConfig) -> None:
 
 
 def param_specs(model: ModelConfig) -> dict[str, Any]:
-    """Every parameter has a leading axis over "model": one slice a shard, replicated over "data"."""
+    """Every parameter has a leading axis over "model": one slice a shard, replicated over
+    "data"."""
     one = P("model")
     tree: dict[str, Any] = {"embed": one, "norm": one, "inv_freq": one}
     if not model.tied:
@@ -109,7 +111,8 @@ def param_shapes(
 def place(
     checkpoint: Checkpoint, model: ModelConfig, layout: HeadLayout, mesh: Mesh, *, dtype: Any
 ) -> dict[str, Any]:
-    """The parameter tree on the mesh: fused, padded and cut as `layout` says, one kind at a time."""
+    """The parameter tree on the mesh: fused, padded and cut as `layout` says, one kind at a
+    time."""
     shapes = param_shapes(model, layout, mesh, dtype=dtype)
     shards = range(layout.shards)
 

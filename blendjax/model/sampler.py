@@ -20,7 +20,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 class Draw(NamedTuple):
     token_B: Array  # int32
-    margin_B: Array  # float32: how far the drawn token was from being another one
+    margin_B: Array  # float32: the gap to the second best score, or less where a cut is nearer
 
 
 def threefry(key0: Array, key1: Array, x0: Array, x1: Array) -> tuple[Array, Array]:
@@ -76,33 +76,55 @@ def _top_k(score_BV: Array, batch: dict[str, Array]) -> Array:
     return jnp.where(keep, score_BV, _NEG)
 
 
-def _top_p(score_BV: Array, prob_BV: Array, batch: dict[str, Array]) -> Array:
-    """`prob_BV` is unnormalised and zero where top_k cut."""
-    top_p_B = _floats(batch["top_p"])
-    key_BV = _order(score_BV)
-    total_B = lax.psum(prob_BV.sum(-1), "model")
+def _top_p(score_BV: Array, top_B1: Array, batch: dict[str, Array]) -> tuple[Array, Array]:
+    """The filtered scores, and how much mass lies between the cut and the next one."""
+    top_p_B, key_BV = _floats(batch["top_p"]), _order(score_BV)
+    prob_BV = jnp.exp(score_BV - top_B1)
+    mass = lambda where: lax.psum(jnp.where(where, prob_BV, 0.0).sum(-1), "model")
+    total_B = mass(True)
     cut_B = _cut(key_BV, prob_BV, top_p_B * total_B)
-    keep = (key_BV >= cut_B[:, None]) | (top_p_B >= 1.0)[:, None]
-    return jnp.where(keep, score_BV, _NEG)
+    on = top_p_B < 1.0
+    keep = (key_BV >= cut_B[:, None]) | ~on[:, None]
+    kept_B, above_B = mass(key_BV >= cut_B[:, None]), mass(key_BV > cut_B[:, None])
+    slack_B = jnp.minimum(kept_B / total_B - top_p_B, top_p_B - above_B / total_B)
+    return jnp.where(keep, score_BV, _NEG), jnp.where(on, slack_B, jnp.inf)
 
 
 def _floats(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _perturbed(logit_BV: Array, id_V: Array, batch: dict[str, Array]) -> Array:
-    """Scores whose argmax is the draw: filtered, divided by the temperature, plus Gumbel noise."""
+def _filter(score_BV: Array, batch: dict[str, Array]) -> tuple[Array, Array]:
+    """Scores with -inf where top_k, top_p or min_p cut, and each row's distance from another cut:
+    the gap in score between the last token kept and the first one dropped, or less."""
+    before_BV = score_BV
+    never_B = jnp.full(score_BV.shape[:1], jnp.inf)
+    score_BV = lax.cond(batch["counts"][4] > 0, lambda s: _top_k(s, batch), lambda s: s, score_BV)
+    top_B1 = lax.pmax(score_BV.max(-1, keepdims=True), "model")
+    score_BV, slack_B = lax.cond(
+        batch["counts"][5] > 0,
+        lambda s: _top_p(s, top_B1, batch),
+        lambda s: (s, never_B),
+        score_BV,
+    )
+    floor_B1 = top_B1 + jnp.log(_floats(batch["min_p"]))[:, None]
+    score_BV = jnp.where(score_BV >= floor_B1, score_BV, _NEG)
+    kept = score_BV > _NEG
+    last_B = lax.pmin(jnp.where(kept, before_BV, jnp.inf).min(-1), "model")
+    next_B = lax.pmax(jnp.where(kept, _NEG, before_BV).max(-1), "model")
+    return score_BV, jnp.minimum(slack_B, last_B - next_B)
+
+
+def _perturbed(logit_BV: Array, id_V: Array, batch: dict[str, Array]) -> tuple[Array, Array]:
+    """Scores whose argmax is the draw (filtered, divided by the temperature, plus Gumbel noise),
+    and each row's distance from another cut."""
     temperature_B = _floats(batch["temperature"])
     greedy_B = temperature_B == 0.0
     score_BV = logit_BV / jnp.where(greedy_B, 1.0, temperature_B)[:, None]
-    score_BV = lax.cond(batch["counts"][4] > 0, lambda s: _top_k(s, batch), lambda s: s, score_BV)
-    top_B1 = lax.pmax(score_BV.max(-1, keepdims=True), "model")
-    prob_BV = jnp.exp(score_BV - top_B1)
-    score_BV = lax.cond(
-        batch["counts"][5] > 0, lambda s, p: _top_p(s, p, batch), lambda s, _: s, score_BV, prob_BV
-    )
-    score_BV = jnp.where(prob_BV >= _floats(batch["min_p"])[:, None], score_BV, _NEG)
-    return jnp.where(greedy_B[:, None], logit_BV, score_BV + gumbel(batch, id_V))
+    score_BV, slack_B = _filter(score_BV, batch)
+    score_BV = score_BV + gumbel(batch, id_V)
+    slack_B = jnp.where(greedy_B, jnp.inf, slack_B)
+    return jnp.where(greedy_B[:, None], logit_BV, score_BV), slack_B
 
 
 def sample(logit_BV: Array, batch: dict[str, Array], *, vocab: int, margins: bool) -> Draw:
@@ -110,21 +132,41 @@ def sample(logit_BV: Array, batch: dict[str, Array], *, vocab: int, margins: boo
     v = logit_BV.shape[1]
     first_id = lax.axis_index("model") * v
     id_V = first_id + jnp.arange(v, dtype=jnp.int32)
-    logit_BV = jnp.where(id_V < vocab, logit_BV, _NEG)
+    if lax.axis_size("model") * v != vocab:
+        logit_BV = jnp.where(id_V < vocab, logit_BV, _NEG)
     logit_BV = _ban(logit_BV, batch["ban"] - first_id)
-    score_BV = lax.cond(
+    score_BV, slack_B = lax.cond(
         batch["counts"][3] > 0,
         lambda s: _perturbed(s, id_V, batch),
-        lambda s: s,
+        lambda s: (s, jnp.full(s.shape[:1], jnp.inf)),
         logit_BV,
     )
-    best_B = score_BV.max(-1)
+    best_B, column_B = _first_best(score_BV)
     top_B = lax.pmax(best_B, "model")
-    # First id among equals; a row of NaN matches nothing. (XLA:CPU does not vectorise argmax.)
-    winner_B = jnp.where(score_BV == top_B[:, None], id_V, jnp.int32(NO_TOKEN)).min(-1)
-    token_B = jnp.where(jnp.isfinite(top_B), lax.pmin(winner_B, "model"), jnp.int32(NO_TOKEN))
-    margin_B = _margin(score_BV, id_V, token_B, top_B) if margins else jnp.zeros_like(top_B)
-    return Draw(token_B, margin_B)
+    mine_B = jnp.where(best_B == top_B, first_id + column_B, jnp.int32(NO_TOKEN))
+    token_B = jnp.where(jnp.isfinite(top_B), lax.pmin(mine_B, "model"), jnp.int32(NO_TOKEN))
+    if not margins:
+        return Draw(token_B, jnp.zeros_like(top_B))
+    rest_BV = jnp.where(id_V == token_B[:, None], _NEG, score_BV)
+    gap_B = top_B - lax.pmax(rest_BV.max(-1), "model")
+    return Draw(token_B, jnp.minimum(gap_B, slack_B))
+
+
+def _first_best(score_BV: Array) -> tuple[Array, Array]:
+    """Maximum and the first column that has it, in one pass over the scores.
+
+    XLA:CPU vectorises a maximum but not an argmax: take the maximum of blocks, then look for the
+    column inside the winning block only.
+    """
+    b, v = score_BV.shape
+    width = next(w for w in (128, 96, 64, 48, 32, 16, 8, 4, 2, 1) if v % w == 0)
+    block_BUW = score_BV.reshape(b, v // width, width)
+    best_BU = block_BUW.max(-1)
+    best_B = best_BU.max(-1)
+    block_B = jnp.argmax(best_BU == best_B[:, None], axis=-1)
+    row_BW = jnp.take_along_axis(block_BUW, block_B[:, None, None], axis=1)[:, 0]
+    column_B = block_B * width + jnp.argmax(row_BW == best_B[:, None], axis=-1)
+    return best_B, column_B.astype(jnp.int32)
 
 
 def _ban(logit_BV: Array, column_BX: Array) -> Array:
@@ -133,9 +175,3 @@ def _ban(logit_BV: Array, column_BX: Array) -> Array:
     b, v = logit_BV.shape
     column_BX = jnp.where((column_BX >= 0) & (column_BX < v), column_BX, v)
     return logit_BV.at[jnp.arange(b)[:, None], column_BX].set(_NEG, mode="drop")
-
-
-def _margin(score_BV: Array, id_V: Array, token_B: Array, top_B: Array) -> Array:
-    """Gap between the best and the second best score."""
-    rest_BV = jnp.where(id_V == token_B[:, None], _NEG, score_BV)
-    return top_B - lax.pmax(rest_BV.max(-1), "model")

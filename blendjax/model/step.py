@@ -1,13 +1,12 @@
 """The one jitted function: unpack -> decoder -> sample -> (state, tokens).
 
-One `shard_map` over ("data", "model") with local code inside: every data rank has its own rows, page
-table and pages; the partitioner decides nothing.
+One `shard_map` over ("data", "model") with local code inside: every data rank has its own rows,
+page table and pages; the partitioner decides nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,13 +34,13 @@ class DeviceState:
     is scratch. Made by `zeros`.
     """
 
-    k: Array
-    v: Array
-    last_token: Array
+    k: Any  # Array, or its ShapeDtypeStruct or PartitionSpec
+    v: Any
+    last_token: Any
 
     @staticmethod
     def specs() -> DeviceState:
-        return DeviceState(P("data", "model"), P("data", "model"), P("data"))  # type: ignore[arg-type]
+        return DeviceState(P("data", "model"), P("data", "model"), P("data"))
 
     @classmethod
     def shapes(
@@ -80,8 +79,9 @@ class PoolSizes:
 
 def make_step(
     model: ModelConfig, layout: HeadLayout, mesh: Mesh, bucket: Bucket, *, margins: bool
-) -> Callable[..., tuple[DeviceState, Array]]:
-    """A jitted `(params, state, packed [data, size] int32) -> (state, drawn [data, 2, seqs] int32)`.
+) -> jax.stages.Wrapped:
+    """A jitted `(params, state, packed [data, size] int32) -> (state, drawn [data, 2, seqs]
+    int32)`.
 
     `drawn` holds the sampled token of every sequence and the bits of its float32 margin.
     """

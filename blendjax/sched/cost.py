@@ -1,7 +1,7 @@
 """Seconds a step keeps each resource busy (the per-step conventions of design section 9).
 
-    C = (2 P_active n / T + A) / F      K = KV bytes read / BW      Wt = weight bytes / BW
-    N = ring all-reduces of TP          serial step time = max(C, Wt) + K + N
+C = (2 P_active n / T + A) / F      K = KV bytes read / BW      Wt = weight bytes / BW
+N = ring all-reduces of TP          serial step time = max(C, Wt) + K + N
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Demand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of `model` on chips of `hardware` under TP `layout.shards`, at `dtype_bytes` a number."""
+    """Costs of `model` on chips of `hardware` under TP `layout.shards`, at `dtype_bytes` a
+    number."""
 
     model: ModelConfig
     layout: HeadLayout

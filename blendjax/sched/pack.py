@@ -49,7 +49,9 @@ class Packer:
         pos = plan.contexts - 1
         view["page"][:n] = table[slots]
         view["pos"][:n] = pos
-        view["kv_slot"][:n] = self._kv_slots(view["page"][np.arange(n), pos // self._page_size], pos)
+        view["kv_slot"][:n] = self._kv_slots(
+            view["page"][np.arange(n), pos // self._page_size], pos
+        )
         view["kv_len"][:n] = plan.contexts
         view["slot"][:n] = slots
         view["last_row"][:n] = np.arange(n)

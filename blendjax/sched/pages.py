@@ -1,4 +1,5 @@
-"""KV pages of one data rank: reference counts over a fixed pool; page 0 is scratch, never handed out."""
+"""KV pages of one data rank: reference counts over a fixed pool; page 0 is scratch, never handed
+out."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class PagePool:
             self._free.append(page)
 
     def check(self, holders: list[int]) -> None:
-        """Counts equal the references named by `holders` (a page once for each); nothing is lost."""
+        """Counts equal the references named by `holders` (a page once for each); nothing is
+        lost."""
         held = [0] * self.num_pages
         for page in holders:
             held[page] += 1

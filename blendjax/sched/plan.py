@@ -1,4 +1,5 @@
-"""What a step does, as plain data: made by the batcher, packed for the device, logged for the reader."""
+"""What a step does, as plain data: made by the batcher, packed for the device, logged for the
+reader."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ class PageCopy:
 
 @dataclasses.dataclass(slots=True)
 class RankPlan:
-    """One rank's part of a step. `contexts[i]` is the KV length of `decodes[i]`, its token included."""
+    """One rank's part of a step. `contexts[i]` is the KV length of `decodes[i]`, its token
+    included."""
 
     rank: int
     decodes: list[Sequence] = dataclasses.field(default_factory=list)

@@ -28,6 +28,10 @@ def header(cost: CostModel, *, ranks: int, **run: Any) -> dict[str, Any]:
             "W": cost.weight_bytes,
             "kv": cost.kv_token_bytes,
             "P_active": cost.active_params,
+            "L": cost.model.num_layers,
+            "hidden": cost.model.hidden,
+            "H_q": cost.model.num_heads,
+            "head_dim": cost.model.head_dim,
             "eff_c": 1.0,
             "eff_m": 1.0,
         },
@@ -36,7 +40,8 @@ def header(cost: CostModel, *, ranks: int, **run: Any) -> dict[str, Any]:
 
 
 def records(plan: StepPlan, commit: Commit, cost: CostModel) -> Iterator[dict[str, Any]]:
-    """A line for each rank of a step that has been read back."""
+    """A line for each rank of a step that has just been read back. A row whose last token was in
+    flight when it was preempted has ended instead."""
     ended = {ended.seq.row: ended.seq.rank for ended in commit.ended}
     step_s = max(cost.serial_s(cost.rank_step(part)) for part in plan.ranks)
     for part in plan.ranks:
@@ -48,7 +53,7 @@ def records(plan: StepPlan, commit: Commit, cost: CostModel) -> Iterator[dict[st
             "admit": [[*_name(seq), cached] for seq, cached in part.admits],
             "prefill": [[*_name(c.seq), c.start, c.length] for c in part.chunks],
             "finish": [_name(seq) for seq in finished],
-            "preempt": [_name(seq) for seq in part.preempts],
+            "preempt": [_name(seq) for seq in part.preempts if not seq.ended],
             "idle": [_name(seq) for seq in part.idles],
             "stray": commit.stray[part.rank],
             "compute_s": demand.compute_s,

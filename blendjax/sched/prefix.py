@@ -2,15 +2,16 @@
 
 A node holds one reference on every page that covers its tokens, from the first row that computed
 them, as long as rows that wait may still use it. Positions only ever get appended to a page, so the
-page in which a node ends stays a valid source after its owner has gone on writing behind that point:
-full pages are shared, the shared part of the last one is copied into the new row's page.
+page in which a node ends stays a valid source after its owner has gone on writing behind that
+point: full pages are shared, the shared part of the last one is copied into the new row's page.
 
-    tokens      0 . . . | . . . . | . . . .        page size 4, node A = tokens 0-5, B and C below it
-    B's pages   [ p1    ] [ p2    ] [ p3 ...       C shares p1 and copies 2 tokens of p2 into its own
+    tokens    0 . . . | . . . . | . .     page size 4, node A = tokens 0-5, rows B and C below it
+    B's       [ p1    ] [ p2   ] [ p3     C shares p1 and copies 2 tokens of p2 into its own page
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -75,7 +76,8 @@ class PrefixCache:
         return Hit(tokens, pages, copy_from)
 
     def publish(self, row: int, done: int, pages: np.ndarray) -> None:
-        """The row's first `done` prompt tokens are computed, in its `pages`: keep what others await."""
+        """The row's first `done` prompt tokens are computed, in its `pages`: keep what others
+        await."""
         for node in self._tree.path(row):
             start, end = self._start[node], self._end[node]
             if done <= start or self.waiting[node] < 2:  # the row itself is one
@@ -97,14 +99,28 @@ class PrefixCache:
 
     def evict(self, pages: int) -> bool:
         """Free pages until `pages` are free: of the nodes without cached children, the one whose
-        next use is furthest goes first. False if nothing is left that would free one."""
+        next use is furthest goes first. False, and nothing forgotten, if not so many can be."""
+        if self._pool.free + len(self._idle()) < pages:
+            return False
         while self._pool.free < pages:
+            idle = self._idle()
             inner = {int(self._tree.parent[node]) for node in self._pages}
-            tips = [n for n in self._pages if n not in inner and self._frees(n)]
-            if not tips:
-                return False
-            self._forget(max(tips, key=lambda n: (self._next_use(n), n)))
+            tips = [n for n in self._pages if n not in inner and self._is_over(idle, n)]
+            self._forget(max(tips, key=lambda n: (self._frees(n), self._next_use(n), n)))
         return True
+
+    def _idle(self) -> set[int]:
+        """Pages that no running row holds: one may belong to two nodes, that it lies across."""
+        counts = Counter(self.held)
+        return {page for page, count in counts.items() if self._pool.refs(page) == count}
+
+    def _is_over(self, idle: set[int], node: int) -> bool:
+        """Whether the node or a node above it holds one of the `idle` pages."""
+        while node:
+            if not idle.isdisjoint(self._pages[node]):
+                return True
+            node = int(self._tree.parent[node])
+        return False
 
     def _frees(self, node: int) -> bool:
         return any(self._pool.refs(page) == 1 for page in self._pages[node])

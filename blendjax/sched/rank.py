@@ -39,8 +39,8 @@ class Rank:
         return self.pool.capacity - self.pool.free
 
     def begin_step(self) -> None:
-        """Rows that were given their last token leave before the next step is planned: the steps run
-        in order, so their pages and slots can be written by it."""
+        """Rows that were given their last token leave before the next step is planned: the steps
+        run in order, so their pages and slots can be written by it."""
         while self._pinned:
             self.pool.drop(self._pinned.pop())
         for seq in [s for s in self.running if s.drained]:
@@ -59,14 +59,13 @@ class Rank:
         self.running.remove(seq)
 
     def plan_decodes(self, plan: RankPlan) -> None:
-        """Every row past its prefill draws one token; rows that cannot get a page preempt the youngest."""
+        """Every row past its prefill draws one token; rows that cannot get a page preempt the
+        youngest."""
         for seq in list(self.running):
             if seq.slot < 0 or seq.prefilling:
                 continue
             if self._room_for_next(seq, plan):
                 plan.decodes.append(seq)
-            elif seq.slot >= 0:
-                plan.idles.append(seq)
         plan.decodes = [seq for seq in plan.decodes if seq.slot >= 0]
         plan.decodes.sort(key=lambda seq: -seq.computed)
         plan.contexts = np.array([seq.computed + 1 for seq in plan.decodes], np.int32)
@@ -77,27 +76,17 @@ class Rank:
     def _room_for_next(self, seq: Sequence, plan: RankPlan) -> bool:
         if seq.computed < self._num_pages[seq.slot] * self.page_size:
             return True
-        while not self._make_free(1):
-            victim = self._victim()
-            if victim is None or victim is seq:
-                return self._preempt_self(seq, plan)
+        while not self._make_free(1):  # alone, a row always finds room: the whole pool holds it
+            victim = max(self.running, key=lambda s: s.arrival)
             self._preempt(victim, plan)
+            if victim is seq:
+                return False
         self._add_page(seq, self.pool.take())
         return True
-
-    def _preempt_self(self, seq: Sequence, plan: RankPlan) -> bool:
-        """The youngest row gives way; alone, it waits for pages that ended rows still hold."""
-        if len(self.running) > 1:
-            self._preempt(seq, plan)
-        return False
-
-    def _victim(self) -> Sequence | None:
-        return max(self.running, key=lambda seq: seq.arrival, default=None)
 
     def _preempt(self, seq: Sequence, plan: RankPlan) -> None:
         """Preemption is by recompute: its pages go, its tokens stay."""
         plan.preempts.append(seq)
-        plan.idles = [s for s in plan.idles if s is not seq]
         if self.cache is not None and not seq.prefilling:
             self.cache.expect(seq.row)
         self.release(seq)
@@ -143,20 +132,17 @@ class Rank:
         return length
 
     def admit(self, seq: Sequence, plan: RankPlan, tokens: int) -> int | None:
-        """Start the row with a first chunk, its whole prompt's pages in hand; gives the tokens left,
-        or None if there is no room for it now."""
+        """Start the row with a first chunk, its whole prompt's pages in hand; gives the tokens
+        left, or None if there is no room for it now."""
         seq.prefill_len = len(seq.request.prompt_T) + len(seq.generated)
-        hit = self._find(seq)
-        need = -(-seq.prefill_len // self.page_size) - len(hit.pages)
-        # Each running row may soon take one more page: leave it that, or it preempts at once.
-        if not self._make_free(need + len(self.running)):
-            self._unhold(hit)
+        hit = self._reserve(seq)
+        if hit is None:
             return None
         seq.start(self._free_slots.pop(), hit.tokens)
         self.running.append(seq)
         for page in hit.pages:
             self._add_page(seq, page)
-        for _ in range(need):
+        for _ in range(self._lacking(seq, hit)):
             self._add_page(seq, self.pool.take())
         plan.admits.append((seq, hit.tokens))
         if hit.copy_from is not None:
@@ -165,9 +151,29 @@ class Rank:
             self._pinned.append(hit.copy_from)
         return tokens - self._chunk(seq, plan, tokens)
 
+    def _lacking(self, seq: Sequence, hit: Hit) -> int:
+        """Pages of its own that the row needs for its prefill."""
+        return -(-seq.prefill_len // self.page_size) - len(hit.pages)
+
+    def _reserve(self, seq: Sequence) -> Hit | None:
+        """A held hit, and as many free pages as the row lacks; or None, and nothing held."""
+        hit = self._find(seq)
+        # Each running row may soon take one more page: leave it that, or it preempts at once.
+        if self._make_free(self._lacking(seq, hit) + len(self.running)):
+            return hit
+        if hit.copy_from is not None and not self.running:
+            # Alone it must fit: rather compute a few tokens than keep the source of the copy.
+            self.pool.drop(hit.copy_from)
+            hit = Hit(hit.tokens - hit.tokens % self.page_size, hit.pages, None)
+            if self._make_free(self._lacking(seq, hit)):
+                return hit
+        self._unhold(hit)
+        return None
+
     def _find(self, seq: Sequence) -> Hit:
-        """A hit whose pages are already held, so that nothing takes them: the full ones for the row,
-        the source of the copy until this step is launched (later rows of the step write first)."""
+        """A hit whose pages are already held, so that nothing takes them: the full ones for the
+        row, the source of the copy until this step is launched (later rows of the step write
+        first)."""
         if self.cache is None:
             return Hit(0, [], None)
         hit = self.cache.find(seq.row, seq.prefill_len - 1)

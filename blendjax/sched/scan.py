@@ -1,7 +1,7 @@
 """Policies: in which order rows are admitted on each data rank, and how much prefill a step takes.
 
-The batcher asks, the policy answers from what it is shown: it never sees an output length before the
-row has ended. Every policy gives the same text; only time differs.
+The batcher asks, the policy answers from what it is shown: it never sees an output length before
+the row has ended. Every policy gives the same text; only time differs.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class PolicyInput:
 
 
 class OrderedPolicy:
-    """Rows in a fixed order, cut into one stretch a rank; a rank that runs dry takes the last row of
-    the fullest queue. The whole free part of a step goes to prefill."""
+    """Rows in a fixed order, cut into one stretch a rank; a rank that runs dry takes the last row
+    of the fullest queue. The whole free part of a step goes to prefill."""
 
     def __init__(self, order: Sequence[int], source: PolicyInput) -> None:
         self._turn = np.empty(len(order), np.int64)
@@ -127,7 +127,9 @@ def _cut(order: Sequence[int], source: PolicyInput) -> list[list[int]]:
     tokens = np.cumsum(source.prompt_lens[np.asarray(order)])
     middle = tokens - source.prompt_lens[np.asarray(order)] / 2
     rank = np.minimum(middle * source.ranks // tokens[-1], source.ranks - 1).astype(int)
-    return [[row for row, r in zip(order, rank, strict=True) if r == i] for i in range(source.ranks)]
+    return [
+        [row for row, r in zip(order, rank, strict=True) if r == i] for i in range(source.ranks)
+    ]
 
 
 def fcfs(source: PolicyInput) -> Policy:

@@ -1,7 +1,7 @@
 """The prefix tree of all prompts (paper section 4), as arrays: no object per token or node.
 
-        root 0 ──[system prompt]── 1 ──[shot A]── 2      rows hang where their prompt ends;
-                                     └─[shot B]── 3      equal prompts hang under one node
+root 0 ──[system prompt]── 1 ──[shot A]── 2      rows hang where their prompt ends;
+                             └─[shot B]── 3      equal prompts hang under one node
 """
 
 from __future__ import annotations
