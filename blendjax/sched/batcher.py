@@ -6,9 +6,7 @@ length; a row that ends by EOS or a stop string may ride one more step, whose to
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,42 +14,11 @@ from blendjax.core import FinishReason, Request
 from blendjax.packing import NO_TOKEN, Bucket
 from blendjax.sched.pack import Packer
 from blendjax.sched.pages import PagePool
-from blendjax.sched.plan import RankPlan, Sequence, StepPlan
+from blendjax.sched.plan import BatcherConfig, Commit, Ended, RankPlan, Sequence, StepPlan
 from blendjax.sched.prefix import PrefixCache
 from blendjax.sched.rank import Rank
 from blendjax.sched.scan import Policy
 from blendjax.sched.tree import PrefixTree
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BatcherConfig:
-    """Sizes the batcher must keep to. `num_pages` counts per rank, the scratch page included."""
-
-    ranks: int
-    slots: int
-    page_size: int
-    num_pages: int
-    ladder: tuple[Bucket, ...]
-    prefix_sharing: bool = True
-
-    @property
-    def step_tokens(self) -> int:
-        return max(bucket.tokens for bucket in self.ladder)
-
-
-class Ended(NamedTuple):
-    """`reason` is None for a row whose logits were not finite: it has no answer."""
-
-    seq: Sequence
-    reason: FinishReason | None
-
-
-class Commit(NamedTuple):
-    """What a step's tokens brought: rows that ended, and tokens dropped by each rank."""
-
-    ended: list[Ended]
-    stray: list[int]
-
 
 StopCheck = Callable[[Sequence], bool]  # does the row's text now hold one of its stop strings?
 

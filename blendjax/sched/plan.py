@@ -5,11 +5,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from blendjax.core import Request
+from blendjax.core import FinishReason, Request
 from blendjax.packing import Bucket
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatcherConfig:
+    """Sizes the batcher must keep to. `num_pages` counts per rank, the scratch page included."""
+
+    ranks: int
+    slots: int
+    page_size: int
+    num_pages: int
+    ladder: tuple[Bucket, ...]
+    prefix_sharing: bool = True
+
+    @property
+    def step_tokens(self) -> int:
+        return max(bucket.tokens for bucket in self.ladder)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -112,3 +129,17 @@ class StepPlan:
     bucket: Bucket
     ranks: list[RankPlan]
     packed: np.ndarray
+
+
+class Ended(NamedTuple):
+    """`reason` is None for a row whose logits were not finite: it has no answer."""
+
+    seq: Sequence
+    reason: FinishReason | None
+
+
+class Commit(NamedTuple):
+    """What a step's tokens brought: rows that ended, and tokens dropped by each rank."""
+
+    ended: list[Ended]
+    stray: list[int]
