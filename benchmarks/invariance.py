@@ -29,7 +29,12 @@ from blendjax.engine.llm import LLM
 from blendjax.engine.mesh import reserve_cpu_devices
 
 NEAR_TIE = 1e-3
-_SAMPLED = ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.8, "top_k": 50})
+_SAMPLED: tuple[dict[str, Any], ...] = (
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"min_p": 0.05},
+    {"top_p": 0.8, "top_k": 50},
+)
 
 
 def make_rows(count: int, max_tokens: int) -> list[PromptRow]:
@@ -39,8 +44,9 @@ def make_rows(count: int, max_tokens: int) -> list[PromptRow]:
 
 
 def _pair(i: int, source: dict[str, Any], max_tokens: int) -> Iterator[PromptRow]:
-    sampled = {"temperature": 0.8, "seed": 1000 + i, **_SAMPLED[i % len(_SAMPLED)]}
-    for j, params in enumerate(({"temperature": 0.0}, sampled)):
+    sampled: dict[str, Any] = {"temperature": 0.8, "seed": 1000 + i, **_SAMPLED[i % len(_SAMPLED)]}
+    variants: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, sampled)
+    for j, params in enumerate(variants):
         yield PromptRow(
             index=2 * i + j,
             line=2 * i + j + 1,

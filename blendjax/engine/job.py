@@ -34,6 +34,8 @@ def make_job(
     good = [row for row in rows if isinstance(row, PromptRow)]
     requests, shortened = [], 0
     for row, prompt in zip(good, codec.encode_rows(good, max_model_len=max_model_len), strict=True):
+        if not isinstance(prompt, RowError):
+            prompt = _unknown_stop(row, codec.vocab_size) or prompt
         if isinstance(prompt, RowError):
             errors.append(prompt)
             continue
@@ -42,6 +44,21 @@ def make_job(
         shortened += asked is not None and asked > room
         requests.append(_request(row, prompt, codec, config, min(asked or room, room)))
     return Job(requests, sorted(errors, key=lambda e: e.index), shortened)
+
+
+def _unknown_stop(row: PromptRow, vocab_size: int) -> RowError | None:
+    for token in row.sampling.stop_token_ids:
+        if token >= vocab_size:
+            return RowError(
+                index=row.index,
+                line=row.line,
+                custom_id=row.custom_id,
+                code="invalid_value",
+                message=f"line {row.line}: stop_token_ids holds {token}, which is not in the "
+                f"vocabulary [0, {vocab_size})",
+                param="stop_token_ids",
+            )
+    return None
 
 
 def _request(

@@ -19,7 +19,8 @@ from blendjax.engine.runner import CompiledSteps
 from blendjax.io.tokenizer import TextCodec
 from blendjax.model.find import find_model
 from blendjax.model.gguf import GGUFCheckpoint
-from blendjax.model.loader import CheckpointError, check, place
+from blendjax.model.loader import CheckpointError, check
+from blendjax.model.placement import place
 from blendjax.model.step import PoolSizes
 from blendjax.sched.scan import POLICIES
 

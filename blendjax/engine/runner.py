@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from blendjax.config import HeadLayout, ModelConfig
-from blendjax.model.loader import param_shapes
+from blendjax.model.placement import param_shapes
 from blendjax.model.step import DeviceState, PoolSizes, make_step
 from blendjax.packing import Bucket, packed_size
 from blendjax.sched.plan import StepPlan
@@ -37,6 +37,9 @@ class CompiledSteps:
         self._make = lambda bucket: make_step(model, layout, mesh, bucket, margins=margins)
         # "float32" must mean it: accelerators round the operands of a float32 product otherwise
         self._precision = "highest" if dtype == jnp.float32 else "default"
+        zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._state)
+        shardings = jax.tree.map(lambda s: s.sharding, self._state)
+        self._zeros = jax.jit(zeros, out_shardings=shardings)
         self.buckets: dict[Bucket, Any] = {}
 
     def compile(self, ladder: tuple[Bucket, ...]) -> int:
@@ -57,8 +60,7 @@ class CompiledSteps:
 
     def zero_state(self) -> DeviceState:
         """A fresh KV pool on the devices."""
-        zeros = lambda s: jax.jit(lambda: jnp.zeros(s.shape, s.dtype), out_shardings=s.sharding)()
-        return jax.tree.map(zeros, self._state)
+        return self._zeros()
 
 
 class Runner:

@@ -15,7 +15,7 @@ from blendjax.kernels import reference as ops
 from blendjax.model import layers
 from blendjax.packing import TILE
 
-Params = dict[str, Any]  # the tree that model.loader.place makes
+Params = dict[str, Any]  # the tree that model.placement.place makes
 
 
 def forward(

@@ -49,7 +49,12 @@ class GGUFCheckpoint:
 
     @cached_property
     def config(self) -> ModelConfig:
-        return read_config(self.metadata, self._rope_factors(), "head" not in self._tensors)
+        try:
+            return read_config(self.metadata, self._rope_factors(), "head" not in self._tensors)
+        except CheckpointError:
+            raise
+        except ValueError as error:  # a ModelConfig that can't be
+            raise CheckpointError(f"{self.path}: {error}") from error
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -117,9 +122,10 @@ def read_config(
             raise CheckpointError(f"llama.{key} is set: {why} is not supported yet")
 
     def need(key: str) -> Any:
-        if f"llama.{key}" not in metadata:
-            raise CheckpointError(f"metadata key llama.{key} is missing")
-        return metadata[f"llama.{key}"]
+        key = key if key.startswith("tokenizer.") else f"llama.{key}"
+        if key not in metadata:
+            raise CheckpointError(f"metadata key {key} is missing")
+        return metadata[key]
 
     heads, hidden = int(need("attention.head_count")), int(need("embedding_length"))
     head_dim = int(metadata.get("llama.attention.key_length", hidden // heads))
@@ -132,7 +138,7 @@ def read_config(
         num_kv_heads=int(metadata.get("llama.attention.head_count_kv", heads)),
         head_dim=head_dim,
         ffn=int(need("feed_forward_length")),
-        vocab=len(metadata["tokenizer.ggml.tokens"]),
+        vocab=len(need("tokenizer.ggml.tokens")),
         max_len=int(need("context_length")),
         rope_theta=float(metadata.get("llama.rope.freq_base", 10000.0)),
         rms_eps=float(need("attention.layer_norm_rms_epsilon")),

@@ -108,10 +108,13 @@ def _filter(score_BV: Array, batch: dict[str, Array]) -> tuple[Array, Array]:
         score_BV,
     )
     floor_B1 = top_B1 + jnp.log(_floats(batch["min_p"]))[:, None]
+    to_floor_B = jnp.where(score_BV > _NEG, jnp.abs(score_BV - floor_B1), jnp.inf).min(-1)
+    floor_slack_B = lax.pmin(to_floor_B, "model")
     score_BV = jnp.where(score_BV >= floor_B1, score_BV, _NEG)
     kept = score_BV > _NEG
     last_B = lax.pmin(jnp.where(kept, before_BV, jnp.inf).min(-1), "model")
     next_B = lax.pmax(jnp.where(kept, _NEG, before_BV).max(-1), "model")
+    slack_B = jnp.minimum(slack_B, floor_slack_B)
     return score_BV, jnp.minimum(slack_B, last_B - next_B)
 
 

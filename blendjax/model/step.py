@@ -20,7 +20,7 @@ from blendjax.config import HeadLayout, ModelConfig
 from blendjax.kernels.reference import KVPool
 from blendjax.model import layers
 from blendjax.model.decoder import forward
-from blendjax.model.loader import param_specs
+from blendjax.model.placement import param_specs
 from blendjax.model.sampler import sample
 from blendjax.packing import Bucket, unpack
 

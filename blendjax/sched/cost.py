@@ -15,6 +15,7 @@ import numpy as np
 from blendjax.config import HeadLayout, ModelConfig
 from blendjax.sched.hardware import Hardware
 from blendjax.sched.plan import RankPlan
+from blendjax.sched.tree import PrefixTree
 
 
 class Demand(NamedTuple):
@@ -109,16 +110,15 @@ class Work(NamedTuple):
         prompt_lens: Sequence[int],
         output_lens: Sequence[int],
         *,
-        distinct_prompt_tokens: int,
+        tree: PrefixTree,
         ranks: int,
     ) -> Work:
-        """From the lengths that a run really had; d output tokens take d - 1 decode steps."""
+        """From the lengths that the rows of `tree` really had; d tokens take d - 1 decode steps."""
         p = np.asarray(prompt_lens, np.float64)
         decodes = np.maximum(np.asarray(output_lens, np.float64) - 1, 0)
-        share = distinct_prompt_tokens / max(p.sum(), 1.0)
         return cls(
-            computed_tokens=int(distinct_prompt_tokens + decodes.sum()),
-            attention_pairs=float((p * (p + 1) / 2).sum() * share),
+            computed_tokens=int(tree.distinct_tokens + decodes.sum()),
+            attention_pairs=tree.distinct_pairs,
             decode_contexts=float((p * decodes + decodes * (decodes + 1) / 2).sum()),
             longest_output=int(max(output_lens, default=0)),
             ranks=ranks,

@@ -31,6 +31,12 @@ class PrefixTree:
         """Prompt tokens to compute when every shared prefix is computed once."""
         return int((self.end - self.end[self.parent]).sum())
 
+    @property
+    def distinct_pairs(self) -> float:
+        """Query-key pairs of causal attention among the distinct tokens."""
+        start, end = self.end[self.parent].astype(np.float64), self.end.astype(np.float64)
+        return float((end * (end + 1) - start * (start + 1)).sum() / 2)
+
     def path(self, row: int) -> list[int]:
         """Nodes from below the root to the row's own."""
         nodes, node = [], int(self.leaf[row])

@@ -10,6 +10,7 @@ from blendjax.config import HeadLayout, ModelConfig
 from blendjax.sched.cost import CostModel, Demand, Work
 from blendjax.sched.hardware import CHIPS, Hardware, hardware_for
 from blendjax.sched.plan import Chunk, RankPlan, Sequence
+from blendjax.sched.tree import PrefixTree, build_tree
 
 LLAMA = ModelConfig(
     name="llama-3-8b",
@@ -109,11 +110,23 @@ def test_a_serial_step_waits_for_compute_or_weights(compute_s: float, first: flo
 
 def test_work_of_three_rows() -> None:
     """One token needs no decode step; the others decode at contexts 6..8 and 4."""
-    work = Work.of([4, 5, 3], [1, 4, 2], distinct_prompt_tokens=12, ranks=1)
+    work = Work.of([4, 5, 3], [1, 4, 2], tree=_tree(4, 5, 3), ranks=1)
     assert work.computed_tokens == 12 + 0 + 3 + 1
     assert work.decode_contexts == 6 + 7 + 8 + 4
     assert work.attention_pairs == 10 + 15 + 6
     assert work.longest_output == 4
+
+
+def _tree(*lengths: int) -> PrefixTree:
+    """Prompts that share nothing."""
+    return build_tree([np.full(n, i, np.int32) for i, n in enumerate(lengths)])
+
+
+def test_pairs_of_a_shared_prefix_count_once() -> None:
+    shared = np.zeros(1000, np.int32)
+    rows = [shared, shared, *(np.array([i], np.int32) for i in range(1, 1001))]
+    work = Work.of([len(r) for r in rows], [1] * len(rows), tree=build_tree(rows), ranks=1)
+    assert work.attention_pairs == 1000 * 1001 / 2 + 1000
 
 
 def chip(flops: float, gb_s: float) -> Hardware:
@@ -125,7 +138,7 @@ def chip(flops: float, gb_s: float) -> Hardware:
 def test_bound_by_hand() -> None:
     """48 bytes of KV a token: the reads fill a pool of 300 bytes four times, the longest row
     takes four steps; with a pool of 100 bytes it's twelve steps."""
-    work = Work.of([4, 5, 3], [1, 4, 2], distinct_prompt_tokens=12, ranks=1)
+    work = Work.of([4, 5, 3], [1, 4, 2], tree=_tree(4, 5, 3), ranks=1)
     slow_memory = CostModel(TINY, HeadLayout.of(TINY, 1), chip(1e15, 1.0), 2)
     weights = 2 * (2 * (4 * 36 + 90 + 12) + 42)
     assert slow_memory.weight_bytes == weights
@@ -134,13 +147,13 @@ def test_bound_by_hand() -> None:
     slow_compute = CostModel(TINY, HeadLayout.of(TINY, 1), chip(1.0, 1e15), 2)
     flops = weights * 16 + 4 * 3 * 2 * 2 * 31  # two operations a parameter, as bytes
     assert slow_compute.bound_s(work, 300) == pytest.approx(flops)
-    two = Work.of([4, 5, 3], [1, 4, 2], distinct_prompt_tokens=12, ranks=2)
+    two = Work.of([4, 5, 3], [1, 4, 2], tree=_tree(4, 5, 3), ranks=2)
     assert slow_compute.bound_s(two, 300) == pytest.approx(flops / 2)
     assert slow_memory.bound_s(two, 100) == pytest.approx(600 + weights * 6)
 
 
 def test_an_empty_file_costs_nothing() -> None:
-    work = Work.of([], [], distinct_prompt_tokens=0, ranks=2)
+    work = Work.of([], [], tree=_tree(), ranks=2)
     assert cost(LLAMA).bound_s(work, 0.0) == 0
 
 
