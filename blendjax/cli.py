@@ -2,187 +2,96 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import signal
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-
-from blendjax.config import EngineConfig, MeshSpec
+from blendjax.config import EngineConfig
 from blendjax.core import PromptRow, RowError, Sampling
+from blendjax.io.flags import UsageError, engine_config, parse, usage
+from blendjax.io.interrupt import INTERRUPTED, Interrupt, Interrupted
 from blendjax.io.progress import Progress
+from blendjax.io.rows import InputFileError, read_rows
+from blendjax.io.targets import OutputFileError, check_target, check_unused
+from blendjax.sched.hardware import CHIPS
 
-FLAGS = flags.FlagValues()
-_MAX_LISTED = 20  # row errors that are printed; all of them are in the output
-
-OK, FAILED, USAGE, SOME_ROWS, INTERRUPTED = range(5)  # exit statuses
-
-
-def _define() -> None:
-    own = {"flag_values": FLAGS}
-    flags.DEFINE_string("input", None, "prompts, one JSON object a line (required)", **own)
-    flags.DEFINE_string(
-        "output", None, "answers; default: the input's name + .outputs.jsonl", **own
-    )
-    flags.DEFINE_string("model", None, "a .gguf file; default: the demo model", **own)
-    flags.DEFINE_string("mesh", None, "data x model: DP ranks x TP shards", **own)
-    flags.DEFINE_enum("policy", "dfs", ["dfs", "fcfs"], "order in which rows are admitted", **own)
-    flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "default: by platform", **own)
-    flags.DEFINE_integer("max_model_len", None, "prompt + new tokens of a row", **own)
-    flags.DEFINE_integer("max_tokens", None, "for rows that name none; default: what fits", **own)
-    flags.DEFINE_integer("page_size", 16, "tokens of a KV page", **own)
-    flags.DEFINE_integer("num_pages", None, "KV pages a data rank; default: by memory", **own)
-    flags.DEFINE_integer("max_seqs", 128, "rows that run at once on a data rank", **own)
-    flags.DEFINE_integer("step_tokens", 256, "tokens of a step on a data rank", **own)
-    flags.DEFINE_integer("seed", 0, "of the run; a row's own seed comes first", **own)
-    flags.DEFINE_integer("limit", None, "only the first N rows", **own)
-    flags.DEFINE_bool("prefix_sharing", True, "compute a shared prefix once", **own)
-    flags.DEFINE_bool("overwrite", False, "replace an output file that exists", **own)
-    flags.DEFINE_bool("strict", False, "start only if every row is well-formed", **own)
-    flags.DEFINE_string("report", None, "write counts, times and ratios as JSON", **own)
-    flags.DEFINE_string("plan_log", None, "write what every step did as JSONL", **own)
-    flags.DEFINE_enum("output_format", "openai", ["openai", "simple"], "form of the output", **own)
-    flags.DEFINE_string("hardware", None, "chip of the cost model; default: by device", **own)
-    flags.DEFINE_string("compile_cache", None, "directory of compiled steps; '' = none", **own)
-    flags.DEFINE_enum("kernels", "reference", ["reference"], "attention kernels", **own)
-    flags.DEFINE_bool("q", False, "errors only", **own)
-    flags.DEFINE_bool("v", False, "a line every 10 s, and tracebacks", **own)
-
-
-_define()
-
-
-class UsageError(ValueError):
-    """The command can't be meant like this."""
-
-
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM: stop, keep what is written."""
+OK, FAILED, USAGE, SOME_ROWS = range(4)  # exit statuses, and INTERRUPTED
+_MAX_LISTED = 20  # bad rows that --strict prints
+_MAX_SHOWN = 300  # characters of an error in one line
 
 
 def run() -> None:
     """Console entry point."""
-    sys.exit(main(sys.argv))
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # after `2>&-` a file of ours would become stderr, and libraries write there
+    os.close(fd)
+    status = main(sys.argv)
+    if status == INTERRUPTED:
+        os._exit(status)  # now, not when loading and compiling threads are done
+    sys.exit(status)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; gives the exit status of design section 7."""
     try:
-        flag = _parse(argv)
-        config = _config(flag)
-    except (flags.Error, ValueError) as error:
-        print(f"blendjax: {error}; see --help", file=sys.stderr)
+        flag = parse(argv)
+        if flag is None:
+            print(*usage(), sep="\n")
+            return OK
+        config = engine_config(flag)
+    except ValueError as error:
+        Progress().error(f"blendjax: {error}; see --help")
         return USAGE
-    if flag is None or config is None:
-        return OK
-    with Progress(quiet=flag.q, verbose=flag.v) as progress, _interruptible():
+    with Progress(quiet=flag.q, verbose=flag.v) as progress:
         try:
-            return _infer(flag, config, progress)
+            with Interrupt() as interrupt:
+                return _infer(flag, config, progress, interrupt)
         except Interrupted as stop:
-            progress.error(f"blendjax: interrupted by {stop}; finished rows are in the output")
+            progress.close()
+            progress.error(f"blendjax: interrupted by {stop}")
             return INTERRUPTED
         except UsageError as error:
             progress.error(f"blendjax: {error}")
             return USAGE
         except Exception as error:
-            if flag.v:
-                logging.exception("the run broke off")
             progress.close()
-            progress.error(f"blendjax: {_last_line(error)}")
+            if flag.v:
+                progress.error(traceback.format_exc().rstrip())
+            progress.error(f"blendjax: {_in_a_line(error)}")
             return FAILED
 
 
-def _last_line(error: Exception) -> str:
-    text = str(error).strip() or "no message"
-    known = type(error).__module__.startswith("blendjax")
-    return text if known else f"{type(error).__name__}: {text} (-v shows where)"
+def _in_a_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    if type(error).__module__.startswith("blendjax"):
+        return text
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        advice = "out of memory: try a smaller --num-pages, --max-seqs, --step-tokens or --mesh"
+        return f"{advice} ({text[:_MAX_SHOWN]})"
+    return f"{type(error).__name__}: {text[:_MAX_SHOWN]} (-v shows where)"
 
 
-def _parse(argv: Sequence[str]) -> Any:
-    """Flag values; None after --help. Dashes and underscores in names are alike."""
-    args = [argv[0], *(_underscored(arg) for arg in argv[1:])]
-    if any(arg in ("-h", "--help", "-help", "--helpfull") for arg in args):
-        print(f"usage: blendjax --input FILE [flags]\n{FLAGS.main_module_help()}")
-        print(FLAGS.get_help())
-        return None
-    FLAGS.unparse_flags()
-    rest = FLAGS(args)[1:]
-    if rest:
-        raise UsageError(f"what is {rest[0]!r}? arguments are flags: --input FILE")
-    if not FLAGS.input:
-        raise UsageError("--input FILE is required")
-    return FLAGS
-
-
-def _underscored(arg: str) -> str:
-    if not arg.startswith("--"):
-        return arg
-    name, equals, value = arg.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
-
-
-def _config(flag: Any) -> EngineConfig | None:
-    if flag is None:
-        return None
-    if flag.limit is not None and flag.limit < 1:
-        raise UsageError(f"--limit must be at least 1, got {flag.limit}")
-    return EngineConfig(
-        mesh=MeshSpec.parse(flag.mesh) if flag.mesh else None,
-        policy=flag.policy,
-        dtype=flag.dtype,
-        page_size=flag.page_size,
-        num_pages=flag.num_pages,
-        max_seqs=flag.max_seqs,
-        step_tokens=flag.step_tokens,
-        max_model_len=flag.max_model_len,
-        seed=flag.seed,
-        prefix_sharing=flag.prefix_sharing,
-        kernels=flag.kernels,
-    )
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """The first SIGINT or SIGTERM raises `Interrupted`; a second one kills as usual."""
-
-    def stop(number: int, _: Any) -> None:
-        for each in old:
-            signal.signal(each, signal.SIG_DFL)
-        raise Interrupted(signal.Signals(number).name)
-
-    old = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    for each in old:
-        signal.signal(each, stop)
-    try:
-        yield
-    finally:
-        for each, handler in old.items():
-            signal.signal(each, handler)
-
-
-def _infer(flag: Any, config: EngineConfig, progress: Progress) -> int:
-    from blendjax.io.rows import InputFileError, read_rows
-
+def _infer(flag: Any, config: EngineConfig, progress: Progress, interrupt: Interrupt) -> int:
     began = time.perf_counter()
     progress.phase(f"reading {flag.input}")
     path = Path(flag.input)
+    output = Path(flag.output) if flag.output else path.with_suffix(".outputs.jsonl")
     read = lambda defaults: list(read_rows(path, defaults=defaults, limit=flag.limit))
     try:
+        _check_files(flag, path, output)
         rows = read(Sampling(max_tokens=flag.max_tokens))
-    except (InputFileError, ValueError) as error:
+    except (InputFileError, OutputFileError) as error:
         raise UsageError(str(error)) from error
-    if flag.strict:
-        _refuse_bad(rows)
+    _tell_bad(rows, progress, strict=flag.strict)
     from blendjax.offline import OfflineJob, Options  # only now: reading must not wait for jax
 
     options = Options(
         input=path,
-        output=Path(flag.output) if flag.output else path.with_suffix(".outputs.jsonl"),
+        output=output,
         model=flag.model,
         output_format=flag.output_format,
         overwrite=flag.overwrite,
@@ -191,15 +100,38 @@ def _infer(flag: Any, config: EngineConfig, progress: Progress) -> int:
         hardware=flag.hardware,
         compile_cache=flag.compile_cache,
     )
-    job = OfflineJob(options, config, progress=progress, read_s=time.perf_counter() - began)
-    failed = job.run(rows, reread=read, flag_max_tokens=flag.max_tokens)
+    job = OfflineJob(options, config, progress=progress, interrupt=interrupt, began_s=began)
+    try:
+        failed = job.run(rows, reread=read, flag_max_tokens=flag.max_tokens)
+    except Interrupted as stop:
+        raise Interrupted(f"{stop}: {job.written} of {len(rows)} rows are in {output}") from stop
     return SOME_ROWS if failed else OK
 
 
-def _refuse_bad(rows: Sequence[PromptRow | RowError]) -> None:
-    bad = [row for row in rows if isinstance(row, RowError)]
+def _check_files(flag: Any, path: Path, output: Path) -> None:
+    """Everything the flags name that a look can refuse, before any time is spent."""
+    if flag.hardware is not None and flag.hardware not in CHIPS:
+        raise UsageError(f"--hardware {flag.hardware}: known chips are {', '.join(CHIPS)}")
+    if flag.model is not None and Path(flag.model).is_dir():
+        raise UsageError(f"--model {flag.model} is a directory: give one .gguf file")
+    taken = {"input": path}
+    check_target(output, "output", taken)
+    if not flag.overwrite:
+        check_unused(output)
+    for name in ("report", "plan_log"):
+        if flag[name].value:
+            taken = taken | {"output": output}
+            check_target(Path(flag[name].value), name.replace("_", "-"), taken)
+            taken[name] = Path(flag[name].value)
+
+
+def _tell_bad(rows: Sequence[PromptRow | RowError], progress: Progress, *, strict: bool) -> None:
+    """The first bad row at once, before the model loads; with `strict` that is the end."""
+    bad = [row.message[:_MAX_SHOWN] for row in rows if isinstance(row, RowError)]
+    if bad and strict:
+        more = len(bad) - _MAX_LISTED
+        tail = [f"... and {more} more"] if more > 0 else []
+        last = f"--strict: {len(bad)} of {len(rows)} rows are bad, nothing was started; mend them"
+        raise UsageError("\n".join([*bad[:_MAX_LISTED], *tail, f"blendjax: {last}"]))
     if bad:
-        listed = [row.message for row in bad[:_MAX_LISTED]]
-        more = len(bad) - len(listed)
-        tail = [f"... and {more} more"] if more else []
-        raise UsageError("\n".join([*listed, *tail, f"--strict: {len(bad)} bad rows, not started"]))
+        progress.phase(f"{len(bad)} of {len(rows)} rows are bad and will fail; first: {bad[0]}")

@@ -15,6 +15,13 @@ WIDE_BOMS = {  # the long ones first: UTF-32 LE begins like UTF-16 LE
 }
 
 
+_NOT_UTF8 = {  # what a line may begin with that no JSON in UTF-8 does
+    b"\x1f\x8b": "is compressed with gzip; unpack it first: gunzip",
+    b"{\x00": "looks like UTF-16; the input must be UTF-8: iconv -f UTF-16LE -t UTF-8",
+    b"\x00{": "looks like UTF-16; the input must be UTF-8: iconv -f UTF-16BE -t UTF-8",
+}
+
+
 class InputFileError(Exception):
     """The input file as a whole can't be used; the message says where and what to try."""
 
@@ -31,6 +38,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     """Yield each line that isn't blank, one at a time; a file without any is an error."""
     empty, offset = True, 0
     try:
+        _check_regular(path)
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 text = _without_bom(path, raw) if number == 1 else raw
@@ -49,7 +57,18 @@ def _without_bom(path: Path, raw: bytes) -> bytes:
         if raw.startswith(bom):
             advice = f"convert it, for example: iconv -f {encoding} -t UTF-8 {path} > new.jsonl"
             raise InputFileError(f"{path} is {encoding}, and the input must be UTF-8; {advice}")
+    for start, why in _NOT_UTF8.items():
+        if raw.startswith(start):
+            raise InputFileError(f"{path} {why}")
     return raw.removeprefix(UTF8_BOM)
+
+
+def _check_regular(path: Path) -> None:
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise InputFileError(
+            f"{path} is a pipe or device, and the input is read more than once: "
+            "write it to a file first"
+        )
 
 
 def _refuse(path: Path, error: OSError) -> NoReturn:

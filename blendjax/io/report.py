@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import platform
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from blendjax.io.targets import writing
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunCounts:
-    """What a run did, summed over rows and steps."""
+class TokenCounts:
+    """Tokens of a run, summed over rows."""
 
-    rows: int
-    completed: int
-    failed: int
     prompt: int
     prompt_cached: int
     recomputed: int
     generated: int
-    distinct_prompt: int  # tokens of the prefix tree: the least that must be computed
+    distinct_prompt: int  # of the prefix tree: the least that must be computed
 
 
-def throughput(counts: RunCounts, run_s: float) -> dict[str, float]:
+def throughput(counts: TokenCounts, run_s: float) -> dict[str, float]:
     """Tokens a second of the run proper; `total` counts prompt tokens found in the cache too."""
     rate = lambda tokens: round(tokens / run_s, 2) if run_s > 0 else 0.0
     return {
@@ -33,7 +34,7 @@ def throughput(counts: RunCounts, run_s: float) -> dict[str, float]:
     }
 
 
-def tokens(counts: RunCounts) -> dict[str, int]:
+def tokens(counts: TokenCounts) -> dict[str, int]:
     return {
         "prompt": counts.prompt,
         "prompt_cached": counts.prompt_cached,
@@ -43,8 +44,8 @@ def tokens(counts: RunCounts) -> dict[str, int]:
     }
 
 
-def sharing(counts: RunCounts) -> dict[str, float]:
-    """Shares of all prompt tokens that were, and that could have been, taken from shared prefixes."""
+def sharing(counts: TokenCounts) -> dict[str, float]:
+    """Shares of all prompt tokens that were, and could have been, found in shared prefixes."""
     whole = max(counts.prompt, 1)
     return {
         "sharing": round(counts.prompt_cached / whole, 4),
@@ -65,5 +66,40 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+def fingerprint(path: Path, *parts: object) -> str:
+    """Of all that decides the text: the input file, and what `parts` says."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update("|".join(map(str, parts)).encode())
+    return digest.hexdigest()[:16]
+
+
+def summary(report: Mapping[str, Any], *, output: Path, cut: int) -> Iterator[str]:
+    """The report in a few lines; `cut` rows ended by length."""
+    rows, tokens_, rate = report["rows"], report["tokens"], report["throughput"]
+    schedule, seconds = report["schedule"], report["time_s"]
+    yield (
+        f"{rows['completed']} rows answered ({cut} cut off by length), {rows['failed']} failed "
+        f"-> {output}"
+    )
+    if schedule["steps"]:
+        yield (
+            f"{tokens_['prompt']:,} prompt tokens ({tokens_['prompt_cached']:,} from shared "
+            f"prefixes), {tokens_['generated']:,} generated; {rate['output_tok_s']:,.0f} output "
+            f"tok/s, {rate['total_tok_s']:,.0f} in all"
+        )
+        yield (
+            f"{schedule['steps']} steps, {schedule['padding_fraction']:.0%} padding, "
+            f"{schedule['preemptions']} preemptions, {schedule['host_ms_per_step']:.2f} ms of host "
+            f"time a step, {schedule['percent_of_bound']:.0f}% of the bound for "
+            f"{report['hardware']}"
+        )
+    parts = ", ".join(f"{name} {seconds[name]:.1f}" for name in seconds if name != "total")
+    yield f"{seconds['total']:.1f} s: {parts}"
+
+
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    """Raises `OutputFileError`."""
+    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    with writing(path, "report"):
+        path.write_text(text, encoding="utf-8")

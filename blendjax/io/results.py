@@ -18,12 +18,11 @@ import msgspec
 from blendjax.core import Completion, RowError
 from blendjax.io.openai import error_record, response_record, simple_error, simple_record
 from blendjax.io.strict_json import SURROGATE
+from blendjax.io.targets import OutputFileError, check_unused, same_file, writing
+
+__all__ = ["OutputFileError", "ResultWriter", "encode_line"]
 
 OutputFormat = Literal["openai", "simple"]
-
-
-class OutputFileError(Exception):
-    """The output can't be written; the message says where and what to try."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,7 +45,7 @@ class ResultWriter:
 
     def __post_init__(self) -> None:
         path = Path(self.path)
-        if self.input_path is not None and _same_file(path, Path(self.input_path)):
+        if self.input_path is not None and same_file(path, Path(self.input_path)):
             raise OutputFileError(f"{path} is the input file; pass another --output")
         self._fd = _open(path, overwrite=self.overwrite)
         self._end_bytes = 0  # of the last whole line
@@ -125,23 +124,11 @@ def encode_line(record: dict[str, Any]) -> bytes:
 
 
 def _open(path: Path, *, overwrite: bool) -> int:
-    try:
-        if not overwrite and path.exists() and path.stat().st_size:
-            raise OutputFileError(f"{path} is not empty; pass --overwrite or another --output")
+    if not overwrite:
+        check_unused(path)
+    with writing(path, "output"):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if overwrite else 0)
         return os.open(path, flags, 0o666)
-    except FileNotFoundError as error:
-        advice = f"no directory {path.parent}; create it or pass another --output"
-        raise OutputFileError(f"cannot write {path}: {advice}") from error
-    except OSError as error:
-        advice = f"{error.strerror}; pass another --output"
-        raise OutputFileError(f"cannot write {path}: {advice}") from error
-
-
-def _same_file(path: Path, other: Path) -> bool:
-    if path.exists() and other.exists():
-        return path.samefile(other)  # sees through hard links too
-    return path.resolve() == other.resolve()
 
 
 def _free_space(path: Path) -> str:

@@ -94,7 +94,11 @@ def _unreadable(error: ValueError | RecursionError, offset: int) -> FieldError:
         return FieldError(message, code="invalid_utf8")
     reason = str(error)
     if isinstance(error, json.JSONDecodeError):  # its own text speaks of "line 1"
-        reason = f"{error.msg} at column {error.pos + 1}"
+        reason = f"{error.msg} at column {error.pos + 1}; a line holds one whole object"
+    elif isinstance(error, RecursionError):
+        reason = "it is nested too deeply"
+    elif reason.startswith("Exceeds the limit"):  # Python's own, on the digits of an integer
+        reason = "an integer has too many digits"
     return FieldError(f"invalid JSON: {reason}", code="invalid_json")
 
 

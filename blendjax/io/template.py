@@ -47,6 +47,11 @@ class ChatTemplate:
         """
         if "messages" in kwargs:
             raise TemplateError("chat_template_kwargs must not name messages")
+        for given in (add_generation_prompt, continue_final_message):
+            if given is not None and not isinstance(given, bool):
+                raise TemplateError(
+                    "add_generation_prompt and continue_final_message must be true or false"
+                )
         if continue_final_message and add_generation_prompt:
             raise TemplateError("add_generation_prompt and continue_final_message exclude another")
         plain, end = [map_strings(message, str) for message in messages], ""

@@ -191,7 +191,7 @@ def _row_error(row: PromptRow, message: str, *, code: str) -> RowError:
         index=row.index,
         line=row.line,
         custom_id=row.custom_id,
-        message=message,
+        message=f"line {row.line}: {message}",
         code=code,
         param=field if row.token_ids is None else "prompt_token_ids",
     )
