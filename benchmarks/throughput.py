@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--mesh", default="1x1")
     parser.add_argument("--policy", default="dfs")
     parser.add_argument("--max-seqs", type=int, default=128)
-    parser.add_argument("--step-tokens", type=int, default=256)
+    parser.add_argument("--step-tokens", type=int, default=512)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--compile-cache", default="")
     parser.add_argument(

@@ -130,7 +130,7 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     max_seqs: int = 128
-    step_tokens: int = 256
+    step_tokens: int = 512
     max_model_len: int | None = None
     seed: int = 0
     prefix_sharing: bool = True

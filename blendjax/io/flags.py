@@ -42,7 +42,7 @@ def _define() -> None:
     flags.DEFINE_integer("page_size", 16, "tokens of a KV page", **own)
     flags.DEFINE_integer("num_pages", None, "KV pages a data rank; default: by memory", **own)
     flags.DEFINE_integer("max_seqs", 128, "rows that run at once on a data rank", **own)
-    flags.DEFINE_integer("step_tokens", 256, "tokens of a step on a data rank", **own)
+    flags.DEFINE_integer("step_tokens", 512, "tokens of a step on a data rank", **own)
     flags.DEFINE_integer("seed", 0, "of the run; a row's own seed comes first", **own)
     flags.DEFINE_integer("limit", None, "only the first N rows", **own)
     flags.DEFINE_bool("prefix_sharing", True, "compute a shared prefix once", **own)
