@@ -79,7 +79,7 @@ def _infer(flag: Any, config: EngineConfig, progress: Progress, interrupt: Inter
     began = time.perf_counter()
     progress.phase(f"reading {flag.input}")
     path = Path(flag.input)
-    output = Path(flag.output) if flag.output else path.with_suffix(".outputs.jsonl")
+    output = Path(flag.output) if flag.output else path.parent / f"{path.stem}.outputs.jsonl"
     read = lambda defaults: list(read_rows(path, defaults=defaults, limit=flag.limit))
     try:
         _check_files(flag, path, output)

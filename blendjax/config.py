@@ -10,6 +10,10 @@ Dtype = Literal["float32", "bfloat16"]
 KernelImpl = Literal["reference"]
 
 
+class SettingError(ValueError):
+    """A setting that the model or the machine can't have."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a Llama decoder. `rope_factors` divide the inverse frequencies (llama3)."""

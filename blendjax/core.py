@@ -1,6 +1,6 @@
 """Host records that pass between the stages of a run: numpy only, each complete when made.
 
-    PromptRow -> Request -> (plan, step) -> Completion          a row that can't run: RowError
+PromptRow -> Request -> (plan, step) -> Completion          a row that can't run: RowError
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Below 1e-5 a division by the temperature would leave float32; the argmax is drawn."""
+        return self.temperature < 1e-5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

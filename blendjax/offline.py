@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from blendjax.config import EngineConfig
+from blendjax.config import EngineConfig, SettingError
 from blendjax.core import Completion, PromptRow, RowError, Sampling
 from blendjax.engine.compile_cache import CompileCounter, use_compile_cache
 from blendjax.engine.llm import LLM, Run
@@ -80,12 +80,14 @@ class OfflineJob:
         defaults = dataclasses.replace(llm.sampling_defaults, max_tokens=flag_max_tokens)
         if defaults != Sampling(max_tokens=flag_max_tokens):
             rows = reread(defaults)
-        print_ = report_parts.fingerprint(options.input, llm.model, llm.dtype, self._config.seed)
+        model = (llm.model, llm.source, llm.dtype, llm.max_model_len)
+        fingerprint = report_parts.fingerprint(options.input, *model, defaults, self._config.seed)
         progress.phase(
             f"{llm.model.name}: {llm.model.params / 1e6:.3g}M parameters, {llm.dtype}, "
             f"mesh {llm.mesh_spec} on {llm.devices.note}, kernels {self._config.kernels}"
         )
         progress.phase(f"for rows that name none (row > flag > model > built-in): {_say(defaults)}")
+        run = self._start(llm, rows)
         with ResultWriter(
             options.output,
             model=llm.model.name,
@@ -93,8 +95,8 @@ class OfflineJob:
             overwrite=options.overwrite,
             input_path=options.input,
         ) as writer:
-            run = self._write_all(llm, rows, writer)
-            report = self._report(run, writer) | {"fingerprint": print_}
+            self._write_all(run, writer)
+            report = self._report(run, writer) | {"fingerprint": fingerprint}
         progress.finish(self._summary(run, report))
         if options.report is not None:
             report_parts.write_report(options.report, report)
@@ -106,14 +108,15 @@ class OfflineJob:
             find_model(name)
             self._interrupt.check()
             return LLM(name, self._config, say=self._progress.phase)
-        except MeshError as error:
+        except (MeshError, SettingError) as error:
             raise UsageError(str(error)) from error
         except CheckpointError as error:
             if name is not None and not Path(name).is_file():
                 raise UsageError(f"--model {error}") from error
             raise
 
-    def _write_all(self, llm: LLM, rows: Rows, writer: ResultWriter) -> Run:
+    def _start(self, llm: LLM, rows: Rows) -> Run:
+        """Everything that may fail before the first row runs; the output is not touched yet."""
         self._progress.phase(f"encoding {len(rows):,} rows, compiling the steps they need")
         run = llm.start(rows)
         job, prompts = run.job, sum(len(r.prompt_T) for r in run.job.requests)
@@ -125,14 +128,16 @@ class OfflineJob:
         planned = prompts + sum(r.max_new - 1 for r in job.requests)
         self._progress.start(len(job.requests) + len(job.errors), planned)
         self._compiles.reset()
+        return run
+
+    def _write_all(self, run: Run, writer: ResultWriter) -> None:
         options = self._options
-        cost = cost_model(llm, options.hardware)
+        cost = cost_model(run.llm, options.hardware)
         log_to = plan_log(options.plan_log, run, cost, workload=options.input.name)
         with self._interrupt.deferred(), log_to as log:
             watch = lambda plan, commit: self._watch(run, log, plan, commit)
-            for answer in run.answers(watch):
+            for answer in run.answers(watch, self._interrupt.check):
                 self._take(answer, writer)
-        return run
 
     def _take(self, answer: Completion | RowError, writer: ResultWriter) -> None:
         if isinstance(answer, RowError):
@@ -146,7 +151,6 @@ class OfflineJob:
         self.written = writer.completed + writer.failed
 
     def _watch(self, run: Run, log: LogStep, plan: StepPlan, commit: Commit) -> None:
-        self._interrupt.check()
         log(plan, commit)
         tokens = sum(part.tokens for part in plan.ranks)
         self._computed += tokens

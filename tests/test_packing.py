@@ -229,3 +229,15 @@ def test_tokens_of_a_row_that_was_preempted_go_over_the_border() -> None:
     for start, length in ((0, 2), (0, 5), (2, 3), (4, 1)):
         step = pack(RankPlan(0, chunks=[Chunk(seq, start, length)]), bucket=Bucket(5, 1, 12, 2))
         assert step.view["token"][:length].tolist() == [50, 51, 60, 61, 62][start : start + length]
+
+
+def test_values_past_what_the_device_holds_are_brought_to_the_nearest() -> None:
+    """A top_k over int32 filters nothing; a temperature or top_p that float32 would lose is greedy
+    or the smallest set, never a division by zero or an empty set."""
+    huge = row(0, [1, 2], temperature=1.0, top_k=10**20, top_p=1e-46)
+    cold = row(1, [3, 4], temperature=1e-37)
+    chunks = [Chunk(huge, 0, 2), Chunk(cold, 0, 2)]
+    view = pack(RankPlan(0, chunks=chunks), bucket=Bucket(32, 4, TABLE.shape[1])).view
+    assert view["top_k"][0] == 2**31 - 1
+    assert view["top_p"][:1].view(np.float32) > 0
+    assert view["temperature"][1] == 0

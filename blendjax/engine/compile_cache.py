@@ -27,15 +27,18 @@ def use_compile_cache(directory: str | None) -> str | None:
     """Keep compiled steps on disk; an unusable directory costs a note, not the run."""
     if directory == "":
         return None
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(directory) if directory else Path(base) / "blendjax" / "xla"
+    path = Path(directory or "~/.cache/blendjax/xla")
     try:
+        if not directory:
+            base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            path = Path(base) / "blendjax" / "xla"
         path.mkdir(parents=True, exist_ok=True)
         probe = path / f".write-{os.getpid()}"
         probe.write_bytes(b"")
         probe.unlink()
-    except OSError as error:
-        return f"compile cache {path} is unusable ({error.strerror}): steps compile anew"
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        reason = error.strerror if isinstance(error, OSError) else error
+        return f"compile cache {path} is unusable ({reason}): steps compile anew"
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from blendjax.config import EngineConfig, HeadLayout, ModelConfig
+from blendjax.config import EngineConfig, HeadLayout, ModelConfig, SettingError
 from blendjax.core import Completion, PromptRow, RowError, Sampling
 from blendjax.engine.mesh import default_mesh, make_mesh, reserve_cpu_devices
 from blendjax.engine.run import Run, Say
@@ -38,19 +39,24 @@ class LLM:
         """`model`: a .gguf file, or None for the demo. Raises `CheckpointError`, `MeshError`."""
         config = config or EngineConfig()
         if config.policy not in POLICIES:
-            raise ValueError(f"policy {config.policy!r} is unknown; known: {', '.join(POLICIES)}")
+            raise SettingError(f"policy {config.policy!r} is unknown; known: {', '.join(POLICIES)}")
         self._say = say
         reserve_cpu_devices(config.mesh)
         began = time.perf_counter()
         self._checkpoint = GGUFCheckpoint(find_model(model))
         self.model: ModelConfig = self._checkpoint.config
+        if (config.max_model_len or 0) > self.model.max_len:
+            raise SettingError(
+                f"max_model_len={config.max_model_len} is over the model's own {self.model.max_len}"
+            )
         check(self._checkpoint, self.model)
         self.codec = TextCodec.from_gguf(self._checkpoint.metadata)
         if self.codec.vocab_size != self.model.vocab:
             raise CheckpointError(
                 f"{self.model.vocab} rows of embeddings for {self.codec.vocab_size} tokens"
             )
-        self.mesh_spec = config.mesh or default_mesh(2 * self.model.params)
+        number_bytes = 4 if config.dtype == "float32" else 2
+        self.mesh_spec = config.mesh or default_mesh(number_bytes * self.model.params)
         self.devices = make_mesh(self.mesh_spec)
         platform = self.devices.mesh.devices.flat[0].platform
         self.dtype: Any = jnp.dtype(
@@ -65,11 +71,21 @@ class LLM:
     @property
     def sampling_defaults(self) -> Sampling:
         """What the model's files say for rows that name nothing."""
-        return Sampling(**self._checkpoint.sampling)
+        try:
+            return Sampling(**self._checkpoint.sampling)
+        except ValueError as error:
+            raise CheckpointError(f"general.sampling.* of the model file: {error}") from error
+
+    @property
+    def source(self) -> str:
+        """Which weights these are: size and first megabyte of the file, hashed."""
+        with self._checkpoint.path.open("rb") as file:
+            head = hashlib.sha256(file.read(1 << 20)).hexdigest()
+        return f"{self._checkpoint.path.stat().st_size}-{head[:16]}"
 
     @property
     def max_model_len(self) -> int:
-        return min(self.config.max_model_len or self.model.max_len, self.model.max_len)
+        return self.config.max_model_len or self.model.max_len
 
     def _load(self) -> Any:
         began = time.perf_counter()

@@ -26,7 +26,6 @@ class LoopStats:
     rows_padded: int = 0  # token rows of the shapes that ran
     stray: int = 0
     host_s: float = 0.0  # plan, pack and commit: the host's own time
-    drawn: int = 0
 
     @property
     def padding_fraction(self) -> float:
@@ -39,14 +38,19 @@ class LoopStats:
 
 
 Observer = Callable[[StepPlan, Commit], None]
+Pause = Callable[[], None]
 
 
 def drive(
-    batcher: Batcher, runner: Runner, stats: LoopStats, *, observe: Observer
+    batcher: Batcher, runner: Runner, stats: LoopStats, *, observe: Observer, pause: Pause
 ) -> Iterator[list[Ended]]:
-    """Launch step k + 1 before reading step k, so that the device never waits for the host."""
+    """Launch step k + 1 before reading step k, so that the device never waits for the host.
+
+    `pause` is called between steps, when all rows that have ended were yielded: it may raise.
+    """
     flying = None
     while batcher.unfinished or flying is not None:
+        pause()
         began = time.perf_counter()
         plan = batcher.next_step() if batcher.unfinished else None
         stats.host_s += time.perf_counter() - began
@@ -71,6 +75,5 @@ def _commit(
     stats.host_s += time.perf_counter() - began
     stats.add(plan)
     stats.stray += sum(commit.stray)
-    stats.drawn += sum(1 for part in plan.ranks for _ in part.draws()) - sum(commit.stray)
     observe(plan, commit)
     return commit.ended

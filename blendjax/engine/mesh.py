@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from blendjax.config import MeshSpec
+from blendjax.engine.sizing import memory_limit
 
 
 class MeshError(RuntimeError):
@@ -38,7 +39,7 @@ def default_mesh(weight_bytes: int) -> MeshSpec:
     devices = jax.devices()
     if devices[0].platform == "cpu":
         return MeshSpec(1, 1)
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
+    limit = memory_limit(devices[0])
     sizes = [m for m in range(1, len(devices) + 1) if len(devices) % m == 0]
     fitting = [m for m in sizes if weight_bytes / m <= 0.7 * limit]
     shards = min(fitting, default=len(devices))

@@ -7,13 +7,13 @@ from typing import Any
 from blendjax.engine.llm import LLM, Run
 from blendjax.io import report as parts
 from blendjax.sched.cost import CostModel, Work
-from blendjax.sched.hardware import CHIPS, hardware_for
+from blendjax.sched.hardware import CHIPS, UNKNOWN, hardware_for
 
 
 def cost_model(llm: LLM, hardware: str | None) -> CostModel:
     """Of a chip by its name in CHIPS, else of the device in use."""
     device = llm.devices.mesh.devices.flat[0]
-    chip = CHIPS[hardware] if hardware else hardware_for(device.device_kind) or CHIPS["cpu"]
+    chip = CHIPS[hardware] if hardware else hardware_for(device.device_kind) or UNKNOWN
     return CostModel(llm.model, llm.layout, chip, llm.dtype.itemsize)
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from blendjax.config import SettingError
 from blendjax.core import Completion, PromptRow, Request, RowError
 from blendjax.engine import sizing
 from blendjax.engine.job import Job, fit_to_pool, make_job
-from blendjax.engine.loop import LoopStats, drive
+from blendjax.engine.loop import LoopStats, Pause, drive
 from blendjax.engine.runner import Runner
 from blendjax.engine.text import TextTracker
 from blendjax.model.step import PoolSizes
@@ -63,7 +64,13 @@ class Run:
             bytes_per_page=size,
             taken=sizing.step_bytes(llm.model, llm.layout, config, llm.dtype.itemsize),
         )
-        return max(2, min(wanted, fits))
+        prompt = max((len(r.prompt_T) for r in job.requests), default=0)
+        if (fits - 1) * config.page_size < prompt:
+            raise SettingError(
+                f"a data rank has room for {max(0, fits - 1) * config.page_size} KV tokens, the "
+                f"longest prompt has {prompt}; try more model shards in --mesh, or --num-pages"
+            )
+        return max(2, min(sizing.coarse(wanted), fits))
 
     def _prepare(self, say: Say) -> None:
         config, requests, mesh = self.llm.config, self.job.requests, self.llm.devices.mesh
@@ -73,11 +80,12 @@ class Run:
         homes = np.bincount([policy.home(row) for row in range(len(requests))])
         slots = sizing.num_slots(config, int(homes.max()))
         longest = max(len(r.prompt_T) + r.max_new - 1 for r in requests)
+        bans = max((len(r.stop_ids) for r in requests if r.sampling.min_tokens), default=0)
         ladder = sizing.make_ladder(
             slots=slots,
-            step_tokens=config.step_tokens,
-            pages_per_seq=-(-longest // config.page_size),
-            bans=max((len(r.stop_ids) for r in requests if r.sampling.min_tokens), default=0),
+            step_tokens=min(config.step_tokens, int(lens.sum()) + slots),
+            pages_per_seq=sizing.coarse(-(-longest // config.page_size)),
+            bans=sizing.coarse(bans),
             granule=16 if mesh.devices.flat[0].platform == "cpu" else 128,
         )
         self.batcher = self._make_batcher(policy, ladder, slots)
@@ -85,7 +93,10 @@ class Run:
         began = time.perf_counter()
         self._steps = self.llm.steps(
             PoolSizes(
-                pages=self.num_pages, page_size=config.page_size, slots=slots, dtype=self.llm.dtype
+                pages=self.num_pages,
+                page_size=config.page_size,
+                slots=max(bucket.seqs for bucket in ladder),
+                dtype=self.llm.dtype,
             )
         )
         self.compiles = self._steps.compile(ladder)
@@ -104,6 +115,8 @@ class Run:
                 page_size=config.page_size,
                 num_pages=self.num_pages,
                 ladder=ladder,
+                step_tokens=config.step_tokens,
+                record_margins=config.record_margins,
                 prefix_sharing=config.prefix_sharing,
             ),
             stop_check=self._text.stopped,
@@ -122,14 +135,17 @@ class Run:
     def __iter__(self) -> Iterator[Completion | RowError]:
         yield from self.answers()
 
-    def answers(self, watch: Watch = lambda plan, commit: None) -> Iterator[Completion | RowError]:
-        """Every row's answer once; `watch` sees each step after its tokens are in."""
+    def answers(
+        self, watch: Watch = lambda plan, commit: None, pause: Pause = lambda: None
+    ) -> Iterator[Completion | RowError]:
+        """Every row's answer once; `watch` sees each step after its tokens are in, `pause` is
+        called between steps and may raise."""
         yield from self.job.errors
         runner = self.warm()
         if runner is None:
             return
         began = time.perf_counter()
-        for ended in drive(self.batcher, runner, self.stats, observe=watch):
+        for ended in drive(self.batcher, runner, self.stats, observe=watch, pause=pause):
             for end in ended:
                 yield self._answer(end)
             self.run_s = time.perf_counter() - began
@@ -139,6 +155,7 @@ class Run:
         seq = end.seq
         request = seq.request
         self.ended.append((len(request.prompt_T), len(seq.generated), seq.cached, seq.recomputed))
+        self._text.forget(seq)
         if end.reason is None:
             return _not_finite(request)
         return self._text.complete(seq, end.reason)

@@ -45,8 +45,11 @@ class CompiledSteps:
     def compile(self, ladder: tuple[Bucket, ...]) -> int:
         """Compile what is missing, side by side; gives the number of compiles."""
         missing = [bucket for bucket in ladder if bucket not in self.buckets]
-        with ThreadPoolExecutor(max_workers=2) as pool:
+        pool = ThreadPoolExecutor(max_workers=2)
+        try:
             self.buckets |= zip(missing, pool.map(self._compile, missing), strict=True)
+        finally:  # an interrupt must not wait for compiles
+            pool.shutdown(wait=False, cancel_futures=True)
         return len(missing)
 
     def _compile(self, bucket: Bucket) -> Any:

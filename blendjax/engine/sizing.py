@@ -9,6 +9,7 @@ import numpy as np
 
 from blendjax.config import EngineConfig, HeadLayout, ModelConfig
 from blendjax.packing import Bucket
+from blendjax.sched.hardware import hardware_for
 
 _CPU_POOL_BYTES = 4 << 30  # host memory that KV may take on all virtual devices together
 _DEVICE_SHARE = 0.9  # of an accelerator's memory, before weights and the largest step are taken off
@@ -18,7 +19,8 @@ def make_ladder(
     *, slots: int, step_tokens: int, pages_per_seq: int, bans: int, granule: int
 ) -> tuple[Bucket, ...]:
     """The step shapes a file may need, small to large: decode steps of rising width, then the full
-    mixed step. `granule` is the multiple that token counts keep to."""
+    mixed step. `granule` is the multiple that token counts keep to; `step_tokens` is at most what
+    the file can fill."""
     up = lambda n: -(-n // granule) * granule
     widest = up(slots)
     widths, width = [], granule
@@ -47,17 +49,30 @@ def page_bytes(model: ModelConfig, layout: HeadLayout, page_size: int, dtype_byt
 def fit_pages(device: Any, devices: int, *, bytes_per_page: int, taken: int) -> int:
     """Pages that fit on a device next to `taken` bytes (weights on it, and the largest step)."""
     if device.platform == "cpu":
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        room = min(_CPU_POOL_BYTES, available // 4) // devices
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        room = min(_CPU_POOL_BYTES, memory // 4) // devices
     else:
-        stats = device.memory_stats() or {}
-        room = int(stats.get("bytes_limit", 0) * _DEVICE_SHARE) - taken
+        room = int(memory_limit(device) * _DEVICE_SHARE) - taken
     return max(0, room // bytes_per_page)
 
 
+def memory_limit(device: Any) -> float:
+    """Bytes of an accelerator: what its runtime says, else what its data sheet says."""
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    chip = hardware_for(device.device_kind)
+    return limit or (chip.memory_bytes if chip else 0)
+
+
+def coarse(count: int) -> int:
+    """`count` rounded up by less than a quarter: files of about one size share compiled steps."""
+    step = 1 << max(0, count.bit_length() - 3)
+    return -(-count // step) * step
+
+
 def wanted_pages(lengths: np.ndarray, page_size: int) -> int:
-    """Pages that hold every row of the file at once, and the scratch page: more are never used."""
-    return int((-(-lengths // page_size)).sum()) + 1
+    """Pages that hold every row of the file at once, a page more for each (the source of a copy,
+    the reserve of admission) and the scratch page: more are never used."""
+    return int((-(-lengths // page_size)).sum()) + len(lengths) + 1
 
 
 def step_bytes(

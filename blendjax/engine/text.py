@@ -17,17 +17,20 @@ class TextTracker:
 
     def stopped(self, seq: Sequence) -> bool:
         """Whether a stop string ends in the row's newest token."""
-        fresh = StopFinder(seq.request.sampling.stop, self._codec)
-        finder, fed = self._finders.get(seq.row, (fresh, 0))
+        held = self._finders.get(seq.row)
+        finder, fed = held or (StopFinder(seq.request.sampling.stop, self._codec), 0)
         hit = False
         for token in seq.generated[fed:]:
             hit = finder.push(token)
         self._finders[seq.row] = finder, len(seq.generated)
         return hit
 
+    def forget(self, seq: Sequence) -> None:
+        """The row has ended."""
+        self._finders.pop(seq.row, None)
+
     def complete(self, seq: Sequence, reason: FinishReason) -> Completion:
         """The finished row. The id or the string that stopped it is not in its text."""
-        self._finders.pop(seq.row, None)
         request, tokens = seq.request, seq.generated
         by_id = reason == "stop" and tokens[-1] in request.stop_ids
         text = self._codec.decode(tokens[:-1] if by_id else tokens)

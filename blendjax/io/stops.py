@@ -31,9 +31,3 @@ class StopFinder:
         # A match may begin in the tail but not lie in it: that one was reported before.
         self._tail = window[max(0, len(window) - self._keep) :]
         return any(window.find(s, max(0, seen - len(s) + 1)) >= 0 for s in self._stops)
-
-
-def cut(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first place where any stop string begins, or all of it."""
-    places = (text.find(stop) for stop in stops)
-    return text[: min((place for place in places if place >= 0), default=len(text))]

@@ -40,8 +40,11 @@ class GGUFCheckpoint:
         try:
             self._reader = gguf.GGUFReader(path)
         except (ValueError, OSError, IndexError) as error:
-            raise CheckpointError(f"{path}: not a readable GGUF file ({error})") from error
+            what = f"{path}: not a readable GGUF file ({error})"
+            raise CheckpointError(f"{what}: cut off, or of another kind?") from error
         self._tensors = {_our_name(t.name): t for t in self._reader.tensors}
+        for tensor in {t.tensor_type: t for t in self._reader.tensors}.values():
+            self._dequantize(tensor, tensor.data[:1])
 
     @cached_property
     def metadata(self) -> Mapping[str, Any]:
@@ -61,7 +64,10 @@ class GGUFCheckpoint:
         """Sampling defaults that the file recommends (`general.sampling.*`)."""
         known = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
         have = {ours: self.metadata.get(f"general.sampling.{key}") for key, ours in known.items()}
-        return {ours: value for ours, value in have.items() if value is not None}
+        found = {ours: value for ours, value in have.items() if value is not None}
+        if found.get("top_k", 0) < 0:  # off
+            del found["top_k"]
+        return found
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """GGUF lists dimensions fastest first: [in, out] for a matrix; embeddings stay [V, D]."""
@@ -73,17 +79,20 @@ class GGUFCheckpoint:
 
     def read(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
+        full = self._dequantize(tensor, tensor.data)
+        if name.endswith((".q", ".k")):
+            full = _unpermute(full, self.config.head_dim)
+        return full if full.ndim == 1 or name in ("embed", "head") else full.T
+
+    def _dequantize(self, tensor: gguf.ReaderTensor, rows: np.ndarray) -> np.ndarray:
+        """float32; `rows` are some of the tensor's."""
         try:
-            full = gguf.dequantize(tensor.data, tensor.tensor_type)
+            return np.asarray(gguf.dequantize(rows, tensor.tensor_type), np.float32)
         except NotImplementedError as error:
             kind = tensor.tensor_type.name
             raise CheckpointError(
                 f"{self.path}: tensor {tensor.name!r} has type {kind}, which can't be dequantised"
             ) from error
-        full = np.asarray(full, np.float32)
-        if name.endswith((".q", ".k")):
-            full = _unpermute(full, self.config.head_dim)
-        return full if full.ndim == 1 or name in ("embed", "head") else full.T
 
     def _rope_factors(self) -> tuple[float, ...] | None:
         tensor = self._tensors.get(_ROPE_FACTORS)
@@ -155,6 +164,9 @@ def _check_rope(metadata: Mapping[str, Any], head_dim: int) -> None:
             f"head_dim={head_dim} with {rotated} rotated and {values} value dimensions: "
             "partial rotation and unequal heads are not supported"
         )
+    for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+        if float(metadata.get(key) or 1.0) != 1.0:
+            raise CheckpointError(f"{key} is {metadata[key]}: linear RoPE scaling is not supported")
     scaling = metadata.get("llama.rope.scaling.type", "none")
     if scaling != "none":
         raise CheckpointError(

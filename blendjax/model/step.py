@@ -31,7 +31,7 @@ class DeviceState:
     """All that lives on the devices between steps; donated to each step.
 
     `k`, `v`: `[data, model, L * pages, K, S, E]`; `last_token`: `[data, slots + 1]`, the last slot
-    is scratch. Made by `zeros`.
+    is scratch. Made by `CompiledSteps.zero_state`.
     """
 
     k: Any  # Array, or its ShapeDtypeStruct or PartitionSpec

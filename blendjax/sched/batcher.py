@@ -98,7 +98,8 @@ class Batcher:
         """Decodes, prefills under way and the rank's own queue; gives the tokens left."""
         rank.begin_step()
         rank.plan_decodes(plan)
-        free = self._config.step_tokens - len(plan.decodes)
+        widest = max(bucket.tokens for bucket in self._config.ladder)
+        free = min(self._config.step_tokens, widest) - len(plan.decodes)
         budget = min(free, self._policy.budget(rank.view(plan, free, may_steal=False)))
         tokens = rank.continue_prefills(plan, budget)
         return self._admit(rank, plan, tokens, may_steal=False)
@@ -158,7 +159,7 @@ class Batcher:
                     ended.append(self._end(seq, None))
                     continue
                 seq.generated.append(tokens[i])
-                seq.margins.append(margins[i])
+                seq.margins += margins[i : i + 1] if self._config.record_margins else ()
                 reason = self._reason(seq)
                 if reason is not None:
                     ended.append(self._end(seq, reason))

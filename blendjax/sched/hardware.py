@@ -43,6 +43,9 @@ CHIPS = {
     )
 }
 
+# A chip without a preset: nothing is known, so nothing is bounded.
+UNKNOWN = _chip("unknown (give --hardware)", 1e15, 1e15, 0, 1e15)
+
 # device_kind of JAX, lower case, contains -> chip
 _KINDS = {
     "a100": "a100-80g",

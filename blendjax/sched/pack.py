@@ -99,9 +99,10 @@ class Packer:
         held = self._sampler.get(seq.row)
         if held is None:
             s = seq.request.sampling
-            floats = float_bits(np.array([s.temperature, s.top_p, s.min_p]))
+            temperature = 0.0 if s.greedy else s.temperature
+            floats = float_bits(np.array([temperature, max(s.top_p, 1e-6), s.min_p]))
             seed = np.array([seq.request.seed], np.uint64).view(np.int32)
-            top_k = 0 if s.greedy else s.top_k
+            top_k = 0 if s.greedy else min(s.top_k, np.iinfo(np.int32).max)
             held = np.concatenate([floats, [top_k], seed]).astype(np.int32)
             self._sampler[seq.row] = held
         return held

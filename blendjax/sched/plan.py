@@ -22,11 +22,9 @@ class BatcherConfig:
     page_size: int
     num_pages: int
     ladder: tuple[Bucket, ...]
+    step_tokens: int
     prefix_sharing: bool = True
-
-    @property
-    def step_tokens(self) -> int:
-        return max(bucket.tokens for bucket in self.ladder)
+    record_margins: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -27,6 +27,10 @@ class Hit(NamedTuple):
     pages: list[int]
     copy_from: int | None  # the page that holds the last `tokens % page_size` tokens
 
+    @property
+    def all_pages(self) -> list[int]:
+        return self.pages if self.copy_from is None else [*self.pages, self.copy_from]
+
 
 class PrefixCache:
     """Pages of tree nodes on one rank. `waiting[node]`: rows below it whose prefill is to come."""

@@ -155,11 +155,16 @@ class Rank:
         """Pages of its own that the row needs for its prefill."""
         return -(-seq.prefill_len // self.page_size) - len(hit.pages)
 
+    def _growing(self) -> int:
+        """Running rows that will take another page: each is left one, or it preempts at once."""
+        room = lambda seq: self._num_pages[seq.slot] * self.page_size
+        need = lambda seq: len(seq.request.prompt_T) + seq.request.max_new - 1
+        return sum(room(seq) < need(seq) for seq in self.running)
+
     def _reserve(self, seq: Sequence) -> Hit | None:
         """A held hit, and as many free pages as the row lacks; or None, and nothing held."""
         hit = self._find(seq)
-        # Each running row may soon take one more page: leave it that, or it preempts at once.
-        if self._make_free(self._lacking(seq, hit) + len(self.running)):
+        if self._make_free(self._lacking(seq, hit) + self._growing()):
             return hit
         if hit.copy_from is not None and not self.running:
             # Alone it must fit: rather compute a few tokens than keep the source of the copy.
@@ -177,12 +182,12 @@ class Rank:
         if self.cache is None:
             return Hit(0, [], None)
         hit = self.cache.find(seq.row, seq.prefill_len - 1)
-        for page in _pages_of(hit):
+        for page in hit.all_pages:
             self.pool.share(page)
         return hit
 
     def _unhold(self, hit: Hit) -> None:
-        for page in _pages_of(hit):
+        for page in hit.all_pages:
             self.pool.drop(page)
 
     def check(self) -> None:
@@ -192,7 +197,3 @@ class Rank:
         for seq in self.running:
             held += self.table[seq.slot, : self._num_pages[seq.slot]].tolist()
         self.pool.check(held)
-
-
-def _pages_of(hit: Hit) -> list[int]:
-    return hit.pages if hit.copy_from is None else [*hit.pages, hit.copy_from]

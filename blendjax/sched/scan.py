@@ -55,8 +55,6 @@ class Policy(Protocol):
         """The rank that is expected to run the row."""
         ...
 
-    def waiting(self) -> int: ...
-
     def observe(self, row: int, output_len: int) -> None:
         """The row has ended after `output_len` tokens."""
         ...
@@ -112,9 +110,6 @@ class OrderedPolicy:
 
     def home(self, row: int) -> int:
         return int(self._home[row])
-
-    def waiting(self) -> int:
-        return sum(map(len, self._queues))
 
     def observe(self, row: int, output_len: int) -> None:
         """A fixed order learns nothing."""

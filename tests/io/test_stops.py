@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from blendjax.io.gguf_vocab import SpecialTokens
-from blendjax.io.stops import StopFinder, cut
+from blendjax.io.stops import StopFinder
 from blendjax.io.tokenizer import TextCodec
 
 CONTROL = 256
@@ -66,13 +66,6 @@ def test_odd_stops() -> None:
     assert found_at(("<|end|>",), in_bytes("<|end|>"), codec()) == 7
 
 
-def test_cut_ends_before_the_first_match() -> None:
-    assert cut("one END two", ("two", "END")) == "one "
-    assert cut("aab", ("ab", "aab")) == ""
-    assert cut("nothing", ("END",)) == "nothing"
-    assert cut("nothing", ()) == "nothing"
-
-
 TEXT = st.text("ab\né😀", max_size=12)
 STOPS = st.lists(st.text("ab\né😀", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple)
 
@@ -92,4 +85,3 @@ def test_found_when_and_only_when_the_text_holds_it(
     seen = [model.decode(range(n)) for n in range(1, len(table) + 1)]
     first = next((n for n, t in enumerate(seen, 1) if any(stop in t for stop in stops)), None)
     assert found_at(stops, list(range(len(table))), model) == first
-    assert (cut(text, stops) == text) == (first is None)

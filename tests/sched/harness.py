@@ -72,6 +72,7 @@ class Setup:
             page_size=self.page_size,
             num_pages=1 + pages + self.spare_pages,
             ladder=tuple(Bucket(n, b, pages, bans) for n, b in sorted(shapes)),
+            step_tokens=self.step_tokens,
             prefix_sharing=self.sharing,
         )
 
@@ -151,7 +152,7 @@ class Run:
 
     def _check_end(self) -> None:
         assert sorted(self.answers) == list(range(len(self.requests)))
-        assert self.policy.waiting() == self.batcher.running == 0
+        assert self.batcher.running == 0
         for rank in self.batcher.ranks:
             rank.begin_step()  # the next step lets go of the last one's copy sources
             rank.check()
