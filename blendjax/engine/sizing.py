@@ -26,7 +26,7 @@ def make_ladder(
     widths, width = [], granule
     while 1.5 * width < widest:  # a shape that saves less than a third is not worth its compile
         widths.append(width)
-        width *= 4
+        width *= 2
     widths.append(widest)
     shapes = [(w, w) for w in widths]
     if up(step_tokens) > widest:
